@@ -1,0 +1,1 @@
+"""What runs on the workers: pool, roles, Megatron, vLLM, weights, losses."""

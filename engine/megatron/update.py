@@ -1,0 +1,181 @@
+"""One policy update: mini-batches, micro-batches, and the loss whose gradient does not depend on how they were cut."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.layout import balanced_split, pack_by_tokens
+from engine.losses.aggregate import Totals, aggregate
+from engine.losses.config import LossConfig
+from engine.losses.policy import TokenLoss, importance_weights, k3, ppo_loss, sft_loss
+from engine.megatron.cpu import megatron_device
+from engine.roles.actor import Actor
+from engine.samples import Samples
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """How a batch of samples becomes optimizer steps.
+
+    Attributes:
+        loss: the loss and its aggregation.
+        temperature: the sampler's, applied to the trained log-probabilities too.
+        mini_batch_size: samples an optimizer step over all ranks; None: all in one step.
+        epochs: passes over the batch.
+        max_tokens_per_micro_batch: tokens of one packed row.
+        horizon: the configured longest response (constant of seq-mean-token-sum-norm).
+        seed: order of the samples.
+    """
+
+    loss: LossConfig
+    temperature: float
+    mini_batch_size: int | None
+    epochs: int
+    max_tokens_per_micro_batch: int
+    horizon: int
+    seed: int
+
+
+class Meter:
+    """Sums of metrics on this rank, reduced over the data parallel group once, at the end."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[Tensor]] = defaultdict(list)
+
+    def add(self, name: str, value: Tensor) -> None:
+        self.sums[name].append(value.detach().double())
+
+    def total(self, group: torch.distributed.ProcessGroup, device: str) -> dict[str, float]:
+        names = sorted(self.sums)
+        sums = [torch.stack(self.sums[name]).sum() for name in names]
+        values = torch.stack(sums) if names else torch.zeros(0, dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(values, group=group)
+        return dict(zip(names, values.tolist(), strict=True))
+
+
+def mini_batches(count: int, size: int | None, seed: int) -> list[list[int]]:
+    """Sample indices of each optimizer step of one epoch; shuffled when there is more than one step.
+
+    The last one takes what is left, so that every sample is used exactly once an epoch.
+    """
+    order = list(range(count))
+    if size is None or size >= count:
+        return [order]
+    random.Random(seed).shuffle(order)
+    return [order[start : start + size] for start in range(0, count, size)]
+
+
+class Update:
+    """Runs one update on one rank. All ranks must be given the same samples and settings.
+
+    A sample stays on one rank for all epochs, so its old log-probabilities are computed once, where they are needed.
+    """
+
+    def __init__(self, actor: Actor, samples: Samples, settings: UpdateSettings) -> None:
+        self.actor, self.samples, self.settings = actor, samples, settings
+        self.steps = mini_batches(len(samples), settings.mini_batch_size, settings.seed)
+        self.on_policy = len(self.steps) * settings.epochs == 1
+        self.old: dict[int, Tensor] = {}
+        self.meter = Meter()
+
+    def run(self, on_step: Callable[[int, int], None] = lambda done, of: None) -> dict[str, float]:
+        """Do it; returns the metrics, equal on every rank. `on_step(done, of)` is called after each optimizer step."""
+        norms, rates = [], []
+        with megatron_device(self.actor.device):
+            if not self.on_policy and self.settings.loss.name != "sft":
+                self._compute_old_logprobs()
+            total = len(self.steps) * self.settings.epochs
+            for number in range(total):
+                norm, rate = self._optimizer_step(self.steps[number % len(self.steps)])
+                norms.append(norm)
+                rates.append(rate)
+                on_step(number + 1, total)
+        return self._metrics(norms, rates)
+
+    def _mine(self, indices: list[int]) -> list[list[int]]:
+        """This rank's micro-batches (sample indices) of a mini-batch."""
+        lengths = self.samples.lengths
+        share = balanced_split([lengths[i] for i in indices], self.actor.layout.dp)[self.actor.dp_rank]
+        mine = [indices[i] for i in share]
+        packs = pack_by_tokens([lengths[i] for i in mine], self.settings.max_tokens_per_micro_batch)
+        return [[mine[i] for i in members] for members in packs]
+
+    def _compute_old_logprobs(self) -> None:
+        for indices in self.steps:
+            for members in self._mine(indices):
+                part = self.samples.select(members)
+                with torch.no_grad():
+                    values = self.actor.forward(part.prompts, part.responses, self.settings.temperature)[0]
+                pieces = values.split([len(r) for r in part.responses])
+                self.old.update(zip(members, pieces, strict=True))
+
+    def _optimizer_step(self, indices: list[int]) -> tuple[float, float]:
+        whole = self.samples.select(indices)
+        totals = Totals(whole.trained_tokens, whole.trained_sequences, self.settings.horizon)
+        self.actor.zero_gradients()
+        for members in self._mine(indices):
+            self._micro_batch(members, totals)
+        return self.actor.optimizer_step()
+
+    def _micro_batch(self, members: list[int], totals: Totals) -> None:
+        part, config = self.samples.select(members), self.settings.loss
+        logprobs, entropies = self.actor.forward(part.prompts, part.responses, self.settings.temperature)
+        mask, lengths = self._flat(part.masks), [len(r) for r in part.responses]
+        old = torch.cat([self.old[i] for i in members]) if self.old else logprobs.detach()
+        result = self._token_loss(logprobs, old, part)
+        loss = aggregate(result.loss, mask, lengths, config.aggregation, totals)
+        if config.entropy_coef:
+            loss = loss - config.entropy_coef * aggregate(entropies, mask, lengths, config.aggregation, totals)
+        loss.backward()
+        self.meter.add("loss", loss)
+        self._measure(part, mask, logprobs.detach(), old, entropies.detach(), result)
+
+    def _token_loss(self, logprobs: Tensor, old: Tensor, part: Samples) -> TokenLoss:
+        config = self.settings.loss
+        if config.name == "sft":
+            return sft_loss(logprobs)
+        result = ppo_loss(logprobs, old, self._flat(part.advantages), config)
+        if config.importance_cap is None or part.rollout_logprobs is None:
+            return result
+        weights, above = importance_weights(old, self._flat(part.rollout_logprobs), config.importance_cap)
+        self.meter.add("importance_above_cap", (above * self._flat(part.masks)).sum())
+        return TokenLoss(result.loss * weights, result.clipped_high, result.clipped_low)
+
+    def _measure(
+        self, part: Samples, mask: Tensor, logprobs: Tensor, old: Tensor, entropies: Tensor, result: TokenLoss
+    ) -> None:
+        def add(name: str, values: Tensor) -> None:
+            self.meter.add(name, torch.where(mask.bool(), values.double(), 0.0).sum())
+
+        self.meter.add("tokens", mask.sum())
+        add("entropy", entropies)
+        add("clip_fraction_high", result.clipped_high)
+        add("clip_fraction_low", result.clipped_low)
+        add("approx_kl", k3(old, logprobs))
+        if part.rollout_logprobs is not None:
+            rollout = self._flat(part.rollout_logprobs)
+            add("rollout_kl", k3(rollout, old))
+            add("rollout_logprob_gap", (old - rollout).abs())
+
+    def _flat(self, rows: list[list[float]] | list[list[int]]) -> Tensor:
+        return torch.tensor([x for row in rows for x in row], dtype=torch.float32, device=self.actor.device)
+
+    def _metrics(self, norms: list[float], rates: list[float]) -> dict[str, float]:
+        sums = self.meter.total(self.actor.data_parallel_group, self.actor.device)
+        steps, tokens = len(norms), max(1.0, sums.pop("tokens", 0.0))
+        metrics = {"loss": sums.pop("loss", 0.0) / steps}
+        metrics |= {name: value / tokens for name, value in sums.items()}
+        metrics |= {
+            "grad_norm": sum(norms) / steps,
+            "grad_norm_max": max(norms),
+            "lr": rates[-1],
+            "optimizer_steps": float(steps),
+            "trained_tokens": float(self.samples.trained_tokens * self.settings.epochs),
+        }
+        return metrics

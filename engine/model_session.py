@@ -1,0 +1,296 @@
+"""A model on one rank, ready to generate and to train: actor, engine, tokenizer, and which version of whose run it holds."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from engine.config import GenerationConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from engine.generation.engine import GenerationEngine, Sampling
+from engine.layout import Layout, contiguous_ranges
+from engine.losses.config import LossConfig
+from engine.megatron import checkpoint
+from engine.megatron.update import Update, UpdateSettings
+from engine.roles.actor import Actor
+from engine.samples import Samples
+from engine.tokenizer import Tokenizer
+from engine.weights.architecture import read_architecture
+from storage.checkpoints import open_shard
+from storage.datasets import ROLLOUT, join, read, write_part
+from storage.filesystem import Store
+from storage.integrity import verify_file
+from storage.manifest import Manifest
+
+ENGINE_FIELDS = ("max_model_len", "max_concurrent_samples", "memory_fraction", "kv_cache_gib", "cuda_graphs")
+"""Generation settings that are built into a running engine; the others come with each request."""
+
+
+class EnginesDoNotFit(RuntimeError):
+    """The running engines were built for another architecture, layout or memory: the pool must be started anew."""
+
+
+class ModelSession:
+    """Built once a pool, by its first `load`; later loads reuse the engines.
+
+    Attributes:
+        weight_version: updates that the weights have seen; None while an update is under way or after one failed, when the
+            weights belong to no version.
+    """
+
+    def __init__(self, spec: dict[str, Any], device: str) -> None:
+        self.device, self.spec = device, spec
+        self.run: str | None = None
+        self.weight_version: int | None = None
+        folder = spec["model"]["path"]
+        parallel = ParallelConfig(**spec["parallel"])
+        generation = GenerationConfig(**spec["generation"])
+        self.actor = Actor(
+            read_architecture(folder),
+            folder,
+            Layout(parallel.tensor_parallel_size, parallel.data_parallel_size),
+            sequence_parallel=parallel.sequence_parallel,
+            dtype=_dtype(ModelConfig(**spec["model"]), device),
+            device=device,
+            optimizer=OptimizerConfig(**spec["optimizer"]),
+        )
+        self.engine = GenerationEngine(self.actor, folder, generation)
+        self.tokenizer = Tokenizer(folder)
+
+    def load(self, spec: dict[str, Any]) -> None:
+        """Another model's weights into the running engines, with a fresh optimizer.
+
+        Raises:
+            EnginesDoNotFit: names what differs.
+        """
+        folder, different = spec["model"]["path"], []
+        if read_architecture(folder) != self.actor.arch:
+            different.append("architecture")
+        if _dtype(ModelConfig(**spec["model"]), self.device) != self.actor.dtype:
+            different.append("precision")
+        if spec["parallel"] != self.spec["parallel"]:
+            different.append("parallel sizes")
+        different += [name for name in ENGINE_FIELDS if spec["generation"][name] != self.spec["generation"][name]]
+        if different:
+            raise EnginesDoNotFit(
+                f"the pool's engines were built with another {', '.join(different)}: "
+                "stop the pool (`onecopy pool down`) or name another one (pool.name)"
+            )
+        self.weight_version = None
+        self.engine.sleep()
+        self.actor.load(folder, OptimizerConfig(**spec["optimizer"]))
+        self.spec, self.tokenizer = spec, Tokenizer(folder)
+
+    def own(self, run: str, version: int) -> None:
+        """The weights are `version` of `run` from now on."""
+        self.run, self.weight_version = run, version
+
+    def describe(self) -> dict[str, Any]:
+        """Run, version, and the bytes that training and generation share."""
+        return {
+            "run": self.run,
+            "weight_version": self.weight_version,
+            "metrics": {
+                "shared_bytes": float(self.engine.shared.check()),
+                "private_bytes": float(self.engine.shared.private_bytes),
+            },
+        }
+
+    def generate(
+        self,
+        tell: Callable[..., None],
+        cancelled: Callable[[], bool],
+        *,
+        store: str,
+        prompts: dict[str, Any],
+        out: str,
+        sampling: dict[str, Any],
+        seed: int,
+        step: int,
+        weight_version: int,
+    ) -> dict[str, Any]:
+        """Answer this replica's share of the prompts and write them as one part of the stage (one rank a replica writes).
+
+        Args:
+            store, prompts: root of the runs and manifest of the PROMPT dataset.
+            out: the stage's folder, relative to the store.
+            sampling: {"temperature", "top_p", "max_response_tokens", "samples_per_prompt"}.
+            seed, step: with the stage's name and the replica they seed the sampler.
+            weight_version: recorded in each row; must be what the rank holds.
+        """
+        if weight_version != self.weight_version:
+            raise RuntimeError(
+                f"asked to generate with version {weight_version}, this rank holds {self.weight_version}"
+            )
+        files, replica = Store.open(store), self.actor.dp_rank
+        rows = read(files, Manifest(**prompts), ["prompt_id", "group_id", "prompt_tokens"]).to_pylist()
+        start, stop = contiguous_ranges(len(rows), self.actor.layout.dp)[replica]
+        count = sampling["samples_per_prompt"]
+        wanted = [row for row in rows[start:stop] for _ in range(count)]
+        began = time.monotonic()
+
+        def report(finished: int, tokens: int) -> None:
+            tell(done=finished, total=len(wanted), tokens_per_second=tokens / max(time.monotonic() - began, 1e-3))
+
+        completions = self.engine.generate(
+            [row["prompt_tokens"] for row in wanted],
+            Sampling(
+                temperature=sampling["temperature"],
+                top_p=sampling["top_p"],
+                max_response_tokens=sampling["max_response_tokens"],
+                stop_token_ids=tuple(self.tokenizer.stop_token_ids),
+                seed=_derived_seed(seed, step, out.split("/")[-2], replica),
+            ),
+            report,
+            cancelled,
+        )
+        seconds = time.monotonic() - began
+        if self.actor.tp_rank != 0 or not wanted:
+            return {}
+        table = pa.Table.from_pylist(
+            [
+                {
+                    "sample_id": f"{row['group_id']}-{index % count:03d}",
+                    "group_id": row["group_id"],
+                    "prompt_id": row["prompt_id"],
+                    "weight_version": weight_version,
+                    "prompt_tokens": row["prompt_tokens"],
+                    "response_tokens": completion.tokens,
+                    "response_mask": [1] * len(completion.tokens),
+                    "rollout_logprobs": completion.logprobs,
+                    "finish_reason": completion.finish_reason,
+                    "text": self.tokenizer.decode(completion.tokens),
+                }
+                for index, (row, completion) in enumerate(zip(wanted, completions, strict=True))
+            ],
+            schema=ROLLOUT,
+        )
+        entry = write_part(files, out, replica, table, ROLLOUT)
+        tokens = sum(len(completion.tokens) for completion in completions)
+        return {"files": [entry.model_dump()], "metrics": {"tokens": float(tokens), "seconds": seconds}}
+
+    def update(
+        self,
+        tell: Callable[..., None],
+        *,
+        store: str,
+        datasets: dict[str, dict[str, Any]],
+        loss: dict[str, Any],
+        optimizer: dict[str, Any],
+        mini_batch_size: int | None,
+        epochs: int,
+        max_tokens_per_micro_batch: int,
+        horizon: int,
+        temperature: float,
+        seed: int,
+        version: int,
+    ) -> dict[str, Any]:
+        """Train on staged datasets ({"rollout", "advantage"} or {"demonstration"}); `version` becomes `version` + 1.
+
+        The weights belong to no version from the first optimizer step to the last: if anything fails in between, the rank
+        refuses to generate or train until a checkpoint is restored.
+        """
+        if version != self.weight_version:
+            raise RuntimeError(f"asked to update version {version}, this rank holds {self.weight_version}")
+        samples = _read_samples(Store.open(store), datasets)
+        began = time.monotonic()
+        self.engine.sleep()
+        self.actor.optimizer_config = OptimizerConfig(**optimizer)
+        settings = UpdateSettings(
+            loss=LossConfig(**loss),
+            temperature=temperature,
+            mini_batch_size=mini_batch_size,
+            epochs=epochs,
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            horizon=horizon,
+            seed=_derived_seed(seed, version, "update", 0),
+        )
+        self.weight_version = None
+        metrics = Update(self.actor, samples, settings).run(lambda done, total: tell(done=done, total=total))
+        self.weight_version = version + 1
+        metrics["seconds"] = time.monotonic() - began
+        metrics["trained_tokens_per_second"] = metrics["trained_tokens"] / max(metrics["seconds"], 1e-9)
+        return {"weight_version": version + 1, "metrics": metrics}
+
+    def save(self, store: str, out: str) -> dict[str, Any]:
+        """Write this rank's state as one file of the checkpoint at `out`; returns its entry."""
+        name = checkpoint.rank_file(torch.distributed.get_rank())
+        header = {"weight_version": self.weight_version, "model_folder": self.spec["model"]["path"]}
+        with tempfile.TemporaryDirectory(prefix="onecopy-") as scratch:
+            path = Path(scratch) / name
+            checkpoint.write(self.actor, path, header)
+            with open_shard(f"{store.rstrip('/')}/{out}", name) as shard, path.open("rb") as source:
+                while piece := source.read(1 << 24):
+                    shard.file.write(piece)
+        return {"files": [shard.entry.model_dump()]}
+
+    def restore(self, store: str, manifest: dict[str, Any]) -> int:
+        """Bring the actor to a checkpoint whose file for this rank is as the manifest says; returns its version."""
+        self.weight_version = None
+        record, name = Manifest(**manifest), checkpoint.rank_file(torch.distributed.get_rank())
+        entry = next((file for file in record.files if file.path == name), None)
+        if entry is None:
+            raise checkpoint.LayoutMismatch(
+                f"{record.uri} has {len(record.files)} files and none for this rank ({name})"
+            )
+        files = Store.open(store)
+        verify_file(files, record.folder, entry)
+        self.engine.sleep()
+        with _local(files, f"{record.folder}/{name}") as path:
+            checkpoint.read(self.actor, path)
+        return record.weight_version
+
+
+def _dtype(model: ModelConfig, device: str) -> torch.dtype:
+    if model.precision == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    return getattr(torch, model.precision)
+
+
+def _derived_seed(*parts: Any) -> int:
+    """A seed that depends on all parts and on nothing else (63 bits)."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
+
+
+def _read_samples(store: Store, datasets: dict[str, dict[str, Any]]) -> Samples:
+    """The training samples of an update, joined by sample_id. Every rank reads them all: counts must be of the whole batch."""
+    if "demonstration" in datasets:
+        table = read(store, Manifest(**datasets["demonstration"]))
+        responses = table["response_tokens"].to_pylist()
+        ones = [[1] * len(response) for response in responses]
+        return Samples(table["prompt_tokens"].to_pylist(), responses, ones, [[0.0] * len(r) for r in responses])
+    advantages = read(store, Manifest(**datasets["advantage"]), ["sample_id", "advantages"])
+    columns = ["sample_id", "prompt_tokens", "response_tokens", "response_mask", "rollout_logprobs"]
+    rollouts = read(store, Manifest(**datasets["rollout"]), columns)
+    table = join(
+        advantages,
+        rollouts.filter(pa.compute.is_in(rollouts["sample_id"], value_set=advantages["sample_id"].combine_chunks())),
+    )
+    return Samples(
+        table["prompt_tokens"].to_pylist(),
+        table["response_tokens"].to_pylist(),
+        table["response_mask"].to_pylist(),
+        table["advantages"].to_pylist(),
+        table["rollout_logprobs"].to_pylist(),
+    )
+
+
+@contextmanager
+def _local(store: Store, path: str) -> Iterator[Path]:
+    """The file on local disk: itself, or a copy that lives as long as the block."""
+    if store.is_local:
+        yield Path(store.uri(path))
+        return
+    with tempfile.TemporaryDirectory(prefix="onecopy-") as scratch, store.open_input(path) as source:
+        copy = Path(scratch) / Path(path).name
+        with copy.open("wb") as target:
+            while piece := source.read(1 << 24):
+                target.write(piece)
+        yield copy

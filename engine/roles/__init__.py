@@ -1,0 +1,1 @@
+"""What a rank can be: the actor (later critic, reference, reward model)."""

@@ -1,0 +1,53 @@
+"""Ragged training samples: what an update reads from the staged datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+Ragged = list[list[float]]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Prompt and response tokens with one number a response token for each training quantity.
+
+    Attributes:
+        prompts, responses: token ids.
+        masks: 1 where a response token is trained on (0: tool output, a failed reward).
+        advantages: per response token.
+        rollout_logprobs: log-probabilities under the policy that generated; None for demonstrations.
+    """
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    masks: list[list[int]]
+    advantages: Ragged
+    rollout_logprobs: Ragged | None = None
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample, prompt and response."""
+        return [len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)]
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(sum(mask) for mask in self.masks)
+
+    @property
+    def trained_sequences(self) -> int:
+        return sum(any(mask) for mask in self.masks)
+
+    def select(self, indices: Sequence[int]) -> Samples:
+        """The samples at `indices`, in that order."""
+
+        def of(rows: list[T]) -> list[T]:
+            return [rows[i] for i in indices]
+
+        rollout = None if self.rollout_logprobs is None else of(self.rollout_logprobs)
+        return Samples(of(self.prompts), of(self.responses), of(self.masks), of(self.advantages), rollout)

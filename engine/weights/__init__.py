@@ -1,0 +1,1 @@
+"""Architectures, the weight map, and Hugging Face folders in and out."""

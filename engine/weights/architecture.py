@@ -1,0 +1,203 @@
+"""What a model is, read from the `config.json` of a Hugging Face folder. Importable without torch.
+
+Everything that changes a logit is either carried over or refused here: a field that we would silently ignore is a wrong model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class UnsupportedModel(ValueError):
+    """The model's file asks for something that the engine cannot reproduce exactly."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What distinguishes one supported `model_type` from the plain Llama block."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True, experts=True),
+}
+
+_MUST_BE = {
+    "hidden_act": ("silu", "swish"),
+    "mlp_bias": (False, None),
+    "attention_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "partial_rotary_factor": (1, 1.0, None),
+    "quantization_config": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "attention_dropout": (0, 0.0, None),
+    "decoder_sparse_step": (1, None),
+    "mlp_only_layers": ([], None),
+}
+"""Fields whose other values the engine does not implement."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding: the base and, where the model says so, linear or llama3 scaling."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+    def inverse_frequencies(self, head_dim: int) -> list[float]:
+        """Angles per position of the head_dim / 2 pairs, scaling applied (Llama 3.1 model card for `llama3`)."""
+        plain = [self.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+        if self.kind == "linear":
+            return [frequency / self.factor for frequency in plain]
+        if self.kind == "llama3":
+            return [self._llama3(frequency) for frequency in plain]
+        return plain
+
+    def _llama3(self, frequency: float) -> float:
+        wavelength = 2 * math.pi / frequency
+        if wavelength < self.original_max_position / self.high_freq_factor:
+            return frequency
+        if wavelength > self.original_max_position / self.low_freq_factor:
+            return frequency / self.factor
+        span = self.high_freq_factor - self.low_freq_factor
+        smooth = (self.original_max_position / wavelength - self.low_freq_factor) / span
+        return (1 - smooth) * frequency / self.factor + smooth * frequency
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes and switches of one decoder-only model."""
+
+    model_type: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    max_positions: int
+    norm_eps: float
+    rope: Rope
+    tied_embeddings: bool
+    dtype: str = "float32"
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    normalise_top_k: bool = True
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+    def layout_problems(self, tensor_parallel_size: int, sequence_parallel: bool = False) -> list[str]:
+        """Why this model cannot be divided over that many devices; empty when it can."""
+        tp = tensor_parallel_size
+        problems = [
+            f"tensor_parallel_size {tp} does not divide {name} {size} of {self.model_type}"
+            for name, size in (
+                ("num_attention_heads", self.heads),
+                ("num_key_value_heads", self.kv_heads),
+                ("intermediate_size", self.expert_intermediate or self.intermediate),
+                ("the padded vocabulary", -(-self.vocabulary // 64) * 64),
+            )
+            if size % tp
+        ]
+        if sequence_parallel and tp == 1:
+            problems.append("sequence_parallel needs tensor_parallel_size > 1")
+        if self.experts and tp > 1 and not sequence_parallel:
+            problems.append("a mixture of experts with tensor_parallel_size > 1 needs sequence_parallel")
+        return problems
+
+
+def read_architecture(folder: str | Path) -> Architecture:
+    """Read and check `folder/config.json`.
+
+    Raises:
+        FileNotFoundError: no such folder or no config.json in it.
+        UnsupportedModel: another family, or a feature that the engine does not reproduce; all reasons in one message.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no model at {folder}: {path.name} is missing; give a Hugging Face folder with safetensors"
+        )
+    return architecture_of(json.loads(path.read_text(encoding="utf-8")), str(folder))
+
+
+def architecture_of(config: dict[str, Any], where: str = "the model") -> Architecture:
+    """Architecture of an already parsed config.json; raises UnsupportedModel."""
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise UnsupportedModel(
+            f"{where}: model_type {model_type!r} is not supported (supported: {', '.join(FAMILIES)})"
+        )
+    problems = [
+        f"{field}={config[field]!r}"
+        for field, allowed in _MUST_BE.items()
+        if field in config and config[field] not in allowed
+    ]
+    if any(kind != "full_attention" for kind in config.get("layer_types") or []):
+        problems.append("layer_types other than full_attention")
+    rope, rope_problem = _read_rope(config)
+    if rope_problem:
+        problems.append(rope_problem)
+    if problems:
+        raise UnsupportedModel(f"{where}: not supported for {model_type}: {'; '.join(problems)}")
+    return _build(model_type, config, rope)
+
+
+def _build(model_type: str, config: dict[str, Any], rope: Rope) -> Architecture:
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    moe = FAMILIES[model_type].experts
+    return Architecture(
+        model_type=model_type,
+        layers=config["num_hidden_layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or (128 if model_type.startswith("qwen3") else hidden // heads),
+        intermediate=config["intermediate_size"],
+        vocabulary=config["vocab_size"],
+        max_positions=config.get("max_position_embeddings", 2048),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope=rope,
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
+        experts=(config.get("num_experts") or config.get("num_local_experts") or 0) if moe else 0,
+        experts_per_token=config.get("num_experts_per_tok", 0) if moe else 0,
+        expert_intermediate=config.get("moe_intermediate_size", 0) if moe else 0,
+        normalise_top_k=bool(config.get("norm_topk_prob", False)),
+    )
+
+
+def _read_rope(config: dict[str, Any]) -> tuple[Rope, str | None]:
+    """Rope of old (`rope_theta`, `rope_scaling`) and new (`rope_parameters`) files, or why it is not supported."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if kind not in ("default", "linear", "llama3"):
+        return Rope(theta), f"rope scaling {kind!r} (supported: default, linear, llama3)"
+    return Rope(
+        theta=theta,
+        kind=kind,
+        factor=float(parameters.get("factor", 1.0)),
+        low_freq_factor=float(parameters.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(parameters.get("high_freq_factor", 4.0)),
+        original_max_position=int(parameters.get("original_max_position_embeddings", 8192)),
+    ), None

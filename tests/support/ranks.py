@@ -1,0 +1,75 @@
+"""Run a function on several gloo ranks, each a process of its own, and collect what they return."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_ranks(program: str, world_size: int, arguments: dict[str, Any], timeout_s: float = 280) -> list[Any]:
+    """Results of `program` ("module:function", called with the arguments) on ranks 0 … world_size - 1.
+
+    Raises:
+        AssertionError: a rank failed or the time was up; the message holds the end of its output.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        processes = [_start(program, rank, world_size, arguments, folder) for rank in range(world_size)]
+        deadline = time.monotonic() + timeout_s
+        try:
+            for rank, process in enumerate(processes):
+                code = process.wait(max(0.1, deadline - time.monotonic()))
+                assert code == 0, f"rank {rank} of {program} ended with {code}:\n{_log(folder, rank)}"
+        except subprocess.TimeoutExpired as error:
+            logs = "\n".join(_log(folder, rank) for rank in range(world_size))
+            raise AssertionError(f"{program} did not end within {timeout_s} s:\n{logs}") from error
+        finally:
+            for process in processes:
+                process.kill()
+        return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def _start(program: str, rank: int, world: int, arguments: dict[str, Any], folder: Path) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    with (folder / f"log-{rank}.txt").open("wb") as log:
+        command = [sys.executable, "-m", "tests.support.ranks", program, str(folder), json.dumps(arguments)]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+
+
+def _log(folder: Path, rank: int) -> str:
+    return f"--- rank {rank}\n" + (folder / f"log-{rank}.txt").read_text(errors="replace")[-4000:]
+
+
+def _main(program: str, folder: str, arguments: str) -> None:
+    import importlib
+
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    module, _, name = program.partition(":")
+    result = getattr(importlib.import_module(module), name)(**json.loads(arguments))
+    (Path(folder) / f"result-{os.environ['RANK']}.json").write_text(json.dumps(result))
+    dist.barrier()
+    os._exit(0)  # engines keep threads that would hold the interpreter
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:4])
