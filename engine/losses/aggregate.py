@@ -43,7 +43,7 @@ def aggregate(values: Tensor, mask: Tensor, lengths: list[int], mode: Aggregatio
         return kept.sum() / max(1, totals.tokens)
     if mode == "seq-mean-token-mean":
         counts = torch.stack([part.sum() for part in mask.split(lengths)]).clamp(min=1) if lengths else mask[:0]
-        per_token = torch.repeat_interleave(1 / counts, torch.tensor(lengths, device=mask.device))
+        per_token = torch.repeat_interleave(1 / counts, torch.tensor(lengths, dtype=torch.int64, device=mask.device))
         return (kept * per_token).sum() / max(1, totals.sequences)
     divisor = totals.horizon if mode == "seq-mean-token-sum-norm" else 1
     return kept.sum() / (max(1, totals.sequences) * divisor)

@@ -94,9 +94,7 @@ def _chunk(
 def _global_max(logits: Tensor, group: ProcessGroup) -> Tensor:
     """Highest logit of each row over all ranks, without gradient; a rank of padding only contributes nothing."""
     with torch.no_grad():
-        if logits.shape[1]:
-            highest = logits.max(1).values
-        else:
-            highest = logits.new_full((logits.shape[0],), float("-inf"))
+        nothing = logits.new_full((logits.shape[0],), float("-inf"))
+        highest = logits.max(1).values if logits.shape[1] else nothing
         all_reduce(highest, op=ReduceOp.MAX, group=group)
     return highest

@@ -1,0 +1,92 @@
+"""What is read from config.json, and what is refused because it would silently be a different model."""
+
+import json
+
+import pytest
+
+from engine.weights.architecture import UnsupportedModel, architecture_of, read_architecture
+
+PLAIN = dict(
+    model_type="llama", hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2,
+    intermediate_size=128, vocab_size=100, rope_theta=500.0, rms_norm_eps=1e-5, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def changed(**changes):
+    return architecture_of({**PLAIN, **changes})
+
+
+def test_sizes_and_switches():
+    arch = changed()
+    assert (arch.heads, arch.kv_heads, arch.head_dim, arch.norm_eps, arch.rope.theta) == (4, 2, 16, 1e-5, 500.0)
+    assert not arch.family.qkv_bias and not arch.family.qk_norm
+    assert changed(model_type="qwen2").family.qkv_bias
+    assert changed(model_type="qwen3").family.qk_norm
+
+
+def test_head_dim_may_be_given_absent_or_null():
+    assert changed(head_dim=32).head_dim == 32
+    assert changed(head_dim=None).head_dim == 16
+
+
+def test_rope_of_old_and_new_files_is_the_same():
+    new = changed(rope_theta=None, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0})
+    old = changed(rope_scaling={"type": "linear", "factor": 2.0})
+    assert new.rope == old.rope
+    assert new.rope.inverse_frequencies(4) == pytest.approx([0.5, 500.0**-0.5 / 2])
+
+
+def test_llama3_rope_equals_transformers():
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = dict(
+        rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )  # fmt: skip
+    config = LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=scaling)
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    mine = architecture_of(json.loads(config.to_json_string())).rope.inverse_frequencies(128)
+    assert torch.allclose(torch.tensor(mine), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (dict(model_type="gpt2"), "gpt2"),
+        (dict(hidden_act="gelu"), "hidden_act"),
+        (dict(mlp_bias=True), "mlp_bias"),
+        (dict(attention_bias=True), "attention_bias"),
+        (dict(use_sliding_window=True), "use_sliding_window"),
+        (dict(layer_types=["sliding_attention", "full_attention"]), "layer_types"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "yarn"),
+        (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "dynamic"),
+        (dict(quantization_config={"bits": 4}), "quantization_config"),
+        (dict(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+        (dict(model_type="qwen3_moe", mlp_only_layers=[0]), "mlp_only_layers"),
+    ],
+)
+def test_what_would_change_logits_is_refused_by_name(change, named):
+    with pytest.raises(UnsupportedModel, match=named):
+        changed(**change)
+
+
+def test_all_reasons_are_given_at_once():
+    with pytest.raises(UnsupportedModel) as error:
+        changed(mlp_bias=True, hidden_act="gelu", rope_scaling={"rope_type": "yarn"})
+    assert all(word in str(error.value) for word in ("mlp_bias", "hidden_act", "yarn"))
+
+
+def test_missing_folder_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        read_architecture(tmp_path / "nowhere")
+
+
+def test_layouts_that_do_not_divide():
+    arch = changed(num_attention_heads=6, num_key_value_heads=3, hidden_size=96, intermediate_size=126)
+    problems = arch.layout_problems(4)
+    assert len(problems) == 3 and any("num_key_value_heads 3" in p for p in problems)
+    assert arch.layout_problems(3) == ["tensor_parallel_size 3 does not divide the padded vocabulary 128 of llama"]
+    assert arch.layout_problems(1, sequence_parallel=True) == ["sequence_parallel needs tensor_parallel_size > 1"]
