@@ -81,28 +81,13 @@ def check_actor() -> dict[str, float]:
 
 
 def _tiny_model(folder: Path) -> Path:
-    """A random one-layer Llama folder, written without transformers."""
-    import torch
-    from safetensors.torch import save_file
-
-    from engine.weights.architecture import architecture_of
-    from engine.weights.map import weight_map
+    from engine.weights.initialise import write_random_model
 
     config = dict(
         model_type="llama", num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=64, vocab_size=16,
         tie_word_embeddings=True,
     )  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        piece.name: torch.ones(piece.shape)
-        if len(piece.shape) == 1
-        else torch.randn(piece.shape, generator=generator) * 0.05
-        for weight in weight_map(architecture_of(config))
-        for piece in weight.all_pieces()
-    }
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return write_random_model(config, folder, seed=0)
 
 
 CHECKS: dict[str, tuple[Callable[[], Any], str]] = {
