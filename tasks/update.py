@@ -1,0 +1,60 @@
+"""The optimizer steps made from one step's data, on the pool. Raises the weight version by one, exactly once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from storage.manifest import Manifest
+from tasks.context import StageContext
+from tasks.stage import StageOutput, Work, flat, stage
+
+
+def update_settings(ctx: StageContext, step: int) -> dict[str, Any]:
+    """What decides the next weights. The micro-batch size changes memory and speed only, and is left out."""
+    return {
+        "weights": ctx.weights(step),
+        **flat(
+            loss=ctx.fit.loss,
+            optimizer=ctx.optimizer,
+            mini_batch_size=ctx.fit.mini_batch_size,
+            epochs=ctx.fit.epochs,
+            horizon=ctx.generation.max_response_tokens,
+            temperature=ctx.training.temperature,
+            seed=ctx.seed,
+        ),
+    }
+
+
+@stage("update", settings=update_settings)
+def update(work: Work, *datasets: Manifest) -> StageOutput:
+    """Train on the step's datasets: rollout and advantage, or demonstration.
+
+    Raises:
+        RuntimeError: the pool holds another version afterwards than the next one.
+    """
+    result = work.call("update", update_arguments(work.ctx, work.step, datasets), expect_version=work.step)
+    return StageOutput(weight_version=checked_version(result, work.step + 1), metrics=result["ranks"][0]["metrics"])
+
+
+def update_arguments(ctx: StageContext, step: int, datasets: tuple[Manifest, ...]) -> dict[str, Any]:
+    """Arguments of the pool's `update`; the same for the first time and for a replay."""
+    return {
+        "store": ctx.store_uri,
+        "datasets": {manifest.stage: manifest.model_dump(mode="json") for manifest in datasets},
+        "loss": ctx.fit.loss.model_dump(mode="json"),
+        "optimizer": ctx.optimizer.model_dump(mode="json"),
+        "mini_batch_size": ctx.fit.mini_batch_size,
+        "epochs": ctx.fit.epochs,
+        "max_tokens_per_micro_batch": ctx.fit.max_tokens_per_micro_batch,
+        "horizon": ctx.generation.max_response_tokens,
+        "temperature": ctx.training.temperature,
+        "seed": ctx.seed,
+        "version": step,
+    }
+
+
+def checked_version(result: dict[str, Any], wanted: int) -> int:
+    """The weight version that the pool reports; an update or restore that ended elsewhere must not be committed."""
+    if result["weight_version"] != wanted:
+        raise RuntimeError(f"the pool reports weight version {result['weight_version']}, {wanted} was expected")
+    return wanted

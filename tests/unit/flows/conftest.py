@@ -1,0 +1,223 @@
+"""A pool in memory that writes real parts, a model folder without weights, and stages without a Prefect server."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+
+import prefect
+import pyarrow as pa
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from engine.pool.errors import VersionMismatch
+from flows.config import PostTrainConfig, SFTConfig
+from storage.checkpoints import open_shard, shard_name
+from storage.datasets import ROLLOUT, read, write_part
+from storage.filesystem import Store
+from storage.manifest import Manifest
+
+READ_ONLY = {"describe", "generate", "save"}
+ALPHABET = "0123456789+-= \nabcdefghijklmnopqrstuvwxyz"
+
+
+class Killed(BaseException):
+    """The flow's process dies here."""
+
+
+def target(args):
+    """What an operation is about: the version that an update starts from, or the folder that is written."""
+    return args.get("version", "/".join(args["out"].split("/")[1:]) if "out" in args else None)
+
+
+@dataclass(frozen=True)
+class FakeLease:
+    token: int
+
+
+class FakePool:
+    """Keeps the promises of the real one: operation ids, expected versions, outcomes dropped when the weights change.
+
+    Its model answers the prompt "a+b=" rightly with every second sample, and with all of them from version 2 on. `trained` is what
+    its weights are made of: the datasets of all updates since version 0.
+    """
+
+    def __init__(self, ranks=1):
+        self.ranks = ranks
+        self.run, self.version, self.trained = None, None, []
+        self.executed, self.requests, self.cancelled, self.released = Counter(), [], [], []
+        self.on_operation = lambda op, args, when: None
+        self._done, self._tokens = {}, 0
+
+    def lease(self, run, holder, wait_s):
+        self._tokens += 1
+        return FakeLease(self._tokens)
+
+    def release(self, lease):
+        self.released.append(lease.token)
+
+    def cancel(self, op_id):
+        self.cancelled.append(op_id)
+
+    def call(self, op, op_id, args, lease, expect_version, timeout_s, on_progress=None):
+        json.dumps(args)
+        assert lease.token == self._tokens, "a stale lease was used"
+        self.requests.append((op, op_id, args))
+        if op_id in self._done:
+            return self._done[op_id]
+        if expect_version is not None and expect_version != self.version:
+            raise VersionMismatch("other version", expected=expect_version, held=self.version)
+        if op not in READ_ONLY:
+            self._done.clear()
+        self.on_operation(op, args, "before")
+        self.executed[op, target(args)] += 1
+        outcomes = [getattr(self, f"_{op}")(rank, **args) for rank in range(self.ranks)]
+        if op not in READ_ONLY:
+            self.version = outcomes[0]["weight_version"]
+        self._done[op_id] = {"ranks": outcomes, "weight_version": self.version}
+        if on_progress is not None:
+            on_progress({"op": op, "ranks": [{"done": 1, "total": 2, "tokens_per_second": 10.0}]})
+        self.on_operation(op, args, "after")
+        return self._done[op_id]
+
+    def _describe(self, rank):
+        return {"run": self.run, "weight_version": self.version}
+
+    def _load(self, rank, run, spec):
+        self.run, self.trained = run, []
+        return {"weight_version": 0}
+
+    def _restore(self, rank, run, spec, store, manifest):
+        manifest = Manifest.model_validate(manifest)
+        self.run = run
+        self.trained = json.loads(Store.open(store).read(f"{manifest.folder}/{shard_name(0)}"))
+        return {"weight_version": manifest.step}
+
+    def _save(self, rank, store, out):
+        uri = Store.open(store).uri(out)
+        with open_shard(uri, shard_name(rank)) as shard:
+            shard.file.write(json.dumps(self.trained).encode())
+        return {"files": [shard.entry.model_dump(mode="json")]}
+
+    def _update(self, rank, datasets, version, loss, **rest):
+        assert set(datasets) in ({"rollout", "advantage"}, {"demonstration"})
+        if rank == 0:
+            self.trained.append([version, *sorted(Manifest.model_validate(d).digest for d in datasets.values())])
+        return {"weight_version": version + 1, "metrics": {"loss": 0.5, "grad_norm": 1.0}}
+
+    def _generate(self, rank, store, prompts, out, sampling, seed, step, weight_version):
+        store, prompts = Store.open(store), Manifest.model_validate(prompts)
+        mine = read(store, prompts).to_pylist()[rank :: self.ranks]
+        rows = [
+            self._sample(prompt, index, weight_version)
+            for prompt in mine
+            for index in range(sampling["samples_per_prompt"])
+        ]
+        entry = write_part(store, out, rank, pa.Table.from_pylist(rows, schema=ROLLOUT), ROLLOUT)
+        metrics = {"tokens": sum(len(row["response_tokens"]) for row in rows), "seconds": 0.5, "tokens_per_second": 1}
+        return {"files": [entry.model_dump(mode="json")], "metrics": metrics}
+
+    def _sample(self, prompt, index, version):
+        text = prompt["answer"] if index % 2 == 0 or version >= 2 else "x"
+        return {
+            "sample_id": f"{prompt['group_id']}/{index}",
+            "group_id": prompt["group_id"],
+            "prompt_id": prompt["prompt_id"],
+            "weight_version": version,
+            "prompt_tokens": prompt["prompt_tokens"],
+            "response_tokens": [1] * len(text),
+            "response_mask": [1] * len(text),
+            "rollout_logprobs": [-0.5] * len(text),
+            "finish_reason": "stop",
+            "text": text,
+        }
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """A Hugging Face folder with a character tokenizer and no weights."""
+    folder = tmp_path_factory.mktemp("model")
+    vocabulary = {"<eos>": 0, "<unk>": 1, **{character: 2 + i for i, character in enumerate(ALPHABET)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "eos_token": "<eos>",
+                "chat_template": "{% for m in messages %}{{ m.role[0] }} {{ m.content }}<eos>\n{% endfor %}"
+                "{% if add_generation_prompt %}a {% endif %}",
+            }
+        )
+    )
+    config = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "vocab_size": len(vocabulary),
+        "max_position_embeddings": 64,
+        "eos_token_id": 0,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    """Twenty sums as JSON lines."""
+    path = tmp_path / "sums.jsonl"
+    rows = [{"prompt": f"{a}+{a + 1}=", "answer": str(2 * a + 1)} for a in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def values(tmp_path, model_folder, prompt_file):
+    """A small valid post-training configuration as plain values."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    return {
+        "experiment": "sums",
+        "root": str(tmp_path / "runs"),
+        "total_steps": 4,
+        "prompts_per_step": 3,
+        "checkpoint_every": 2,
+        "evaluate_every": 2,
+        "model": {"path": str(model_folder)},
+        "data": {"path": str(prompt_file)},
+        "validation": {"data": {"path": str(held_out)}, "size": 2},
+        "generation": {"samples_per_prompt": 2, "max_response_tokens": 8},
+    }
+
+
+@pytest.fixture
+def config(values):
+    return PostTrainConfig.model_validate(values)
+
+
+@pytest.fixture
+def sft_config(values):
+    shared = {key: value for key, value in values.items() if key != "prompts_per_step"}
+    fit = {"mini_batch_size": 2, "epochs": 2}
+    return SFTConfig.model_validate({**shared, "demonstrations_per_step": 6, "fit": fit})
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    """The pool that flows get; replace `pool.current` to lose its state."""
+
+    class Holder:
+        current = FakePool()
+
+    monkeypatch.setattr("flows.run.get_pool", lambda config, ranks: Holder.current)
+    return Holder
+
+
+@pytest.fixture(autouse=True)
+def stages_without_prefect(monkeypatch):
+    """Tasks run as plain functions: these tests are about what is done once, not about Prefect."""
+
+    monkeypatch.setattr(prefect.Task, "__call__", lambda self, *args, **kwargs: self.fn(*args, **kwargs))
