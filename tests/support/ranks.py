@@ -56,10 +56,11 @@ def _log(folder: Path, rank: int) -> str:
 def _main(program: str, folder: str, arguments: str) -> None:
     import importlib
 
+    import torch
     import torch.distributed as dist
 
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
         init_method=f"file://{folder}/rendezvous",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),

@@ -1,0 +1,79 @@
+"""What the GPU tests run in a process of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.config import GenerationConfig, OptimizerConfig
+from engine.layout import Layout
+from engine.losses.config import LossConfig
+from engine.megatron.update import Update
+from engine.roles.actor import Actor
+from engine.weights.architecture import read_architecture
+from tests.integration.engine.programs import ADAM, batch, demonstrations, reference_logprobs, settings
+
+
+def alternate(folder: str) -> dict[str, Any]:
+    """fp32 updates beside transformers, then bf16 alternations of generation and training."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    result = _train_in_fp32(folder)
+    return result | _alternate_in_bf16(folder)
+
+
+def _actor(folder: str, dtype: torch.dtype, optimizer: OptimizerConfig) -> Actor:
+    return Actor(
+        read_architecture(folder),
+        folder,
+        Layout(),
+        sequence_parallel=False,
+        dtype=dtype,
+        device="cuda",
+        optimizer=optimizer,
+    )
+
+
+def _train_in_fp32(folder: str) -> dict[str, Any]:
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adam = torch.optim.AdamW(reference.parameters(), lr=ADAM.lr, eps=ADAM.eps, weight_decay=0.0)
+    actor, norms = _actor(folder, torch.float32, ADAM), []
+    vocabulary = reference.config.vocab_size
+    for seed in range(3):
+        samples = demonstrations(seed, vocabulary)
+        metrics = Update(actor, samples, settings(LossConfig(name="sft"))).run()
+        adam.zero_grad()
+        (-reference_logprobs(reference, samples.prompts, samples.responses).mean()).backward()
+        norms.append(
+            (metrics["grad_norm"], torch.nn.utils.clip_grad_norm_(reference.parameters(), ADAM.clip_grad).item())
+        )
+        adam.step()
+    prompts, responses = batch(99, vocabulary)
+    with torch.no_grad():
+        expected = reference_logprobs(reference, prompts, responses)
+    return {"norms": norms, "fp32_gap": (actor.logprobs(prompts, responses, 1.0).cpu() - expected).abs().max().item()}
+
+
+def _alternate_in_bf16(folder: str) -> dict[str, Any]:
+    from engine.generation.engine import GenerationEngine, Sampling
+
+    actor = _actor(folder, torch.bfloat16, OptimizerConfig(lr=1e-4))
+    engine = GenerationEngine(
+        actor, folder, GenerationConfig(max_model_len=256, max_concurrent_samples=32, memory_fraction=0.2)
+    )
+    prompts = [[50 + i, 51, 52 + i] for i in range(32)]
+    gaps, reserved = [], []
+    for seed in range(6):
+        found = engine.generate(prompts, Sampling(1.0, 1.0, 64, (0,), seed))
+        mine = actor.logprobs(prompts, [c.tokens for c in found], 1.0).cpu()
+        gaps.append((mine - torch.tensor([x for c in found for x in c.logprobs])).abs().mean().item())
+        engine.sleep()
+        Update(actor, demonstrations(seed, actor.arch.vocabulary), settings(LossConfig(name="sft"))).run()
+        engine.wake()
+        reserved.append(torch.cuda.memory_reserved())
+    parameters = sum(p.numel() * p.element_size() for p in actor.parameters.values())
+    return {
+        "gaps": gaps, "reserved": reserved[1:], "shared": engine.shared.check(), "private": engine.shared.private_bytes,
+        "parameters": parameters,
+    }  # fmt: skip

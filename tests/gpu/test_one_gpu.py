@@ -1,0 +1,38 @@
+"""The engine on one GPU: bf16, CUDA graphs, a KV cache that sleeps. Run with `pytest -m gpu tests/gpu` on a machine with one."""
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import make_model
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+WIDE = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=2, head_dim=64)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def rank(request, tmp_path_factory):
+    folder = make_model(request.param, tmp_path_factory.mktemp(request.param), **WIDE)
+    (result,) = run_ranks("tests.gpu.programs:alternate", 1, {"folder": str(folder)}, timeout_s=280)
+    return result
+
+
+def test_weights_are_shared_and_nothing_is_copied(rank):
+    assert rank["shared"] == rank["parameters"]
+    assert rank["private"] < 0.02 * rank["parameters"]
+
+
+def test_rollout_logprobs_equal_the_actors_within_bf16_noise(rank):
+    assert max(rank["gaps"]) <= 0.02  # mean absolute difference, before and after updates
+
+
+def test_reserved_memory_does_not_grow(rank):
+    first, *_, last = rank["reserved"]
+    assert last <= first * 1.01
+
+
+def test_fp32_training_equals_transformers(rank):
+    assert rank["fp32_gap"] <= 2e-4
+    for ours, theirs in rank["norms"]:
+        assert ours == pytest.approx(theirs, rel=1e-4)
