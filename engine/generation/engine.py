@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,8 +51,10 @@ class GenerationEngine:
     """One replica's share of vLLM. With tensor parallelism every rank of the replica makes the same calls in the same order."""
 
     def __init__(self, actor: Actor, folder: str | Path, config: GenerationConfig) -> None:
-        _environment(actor)
         from vllm import LLM
+
+        if actor.device == "cpu":
+            _without_named_shared_memory()
 
         self.actor = actor
         self.max_model_len = config.max_model_len or min(actor.arch.max_positions, DEFAULT_CONTEXT)
@@ -147,15 +148,6 @@ def _seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def _environment(actor: Actor) -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it would be compiled on first use
-    if actor.device == "cpu":
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        _without_named_shared_memory()
 
 
 def _without_named_shared_memory() -> None:

@@ -38,10 +38,11 @@ def run_ranks(program: str, world_size: int, arguments: dict[str, Any], timeout_
 
 
 def _start(program: str, rank: int, world: int, arguments: dict[str, Any], folder: Path) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {
         **os.environ,
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
         "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     with (folder / f"log-{rank}.txt").open("wb") as log:
