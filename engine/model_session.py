@@ -64,25 +64,29 @@ class ModelSession:
         self.engine = GenerationEngine(self.actor, folder, generation)
         self.tokenizer = Tokenizer(folder)
 
+    def differences(self, spec: dict[str, Any]) -> list[str]:
+        """What of `spec` the running engines cannot take on, because it is built into them."""
+        different = []
+        if read_architecture(spec["model"]["path"]) != self.actor.arch:
+            different.append("architecture")
+        if _dtype(ModelConfig(**spec["model"]), self.device) != self.actor.dtype:
+            different.append("precision")
+        if spec["parallel"] != self.spec["parallel"]:
+            different.append("parallel sizes")
+        return different + [name for name in ENGINE_FIELDS if spec["generation"][name] != self.spec["generation"][name]]
+
     def load(self, spec: dict[str, Any]) -> None:
         """Another model's weights into the running engines, with a fresh optimizer.
 
         Raises:
             EnginesDoNotFit: names what differs.
         """
-        folder, different = spec["model"]["path"], []
-        if read_architecture(folder) != self.actor.arch:
-            different.append("architecture")
-        if _dtype(ModelConfig(**spec["model"]), self.device) != self.actor.dtype:
-            different.append("precision")
-        if spec["parallel"] != self.spec["parallel"]:
-            different.append("parallel sizes")
-        different += [name for name in ENGINE_FIELDS if spec["generation"][name] != self.spec["generation"][name]]
-        if different:
+        if different := self.differences(spec):
             raise EnginesDoNotFit(
                 f"the pool's engines were built with another {', '.join(different)}: "
                 "stop the pool (`onecopy pool down`) or name another one (pool.name)"
             )
+        folder = spec["model"]["path"]
         self.weight_version = None
         self.engine.sleep()
         self.actor.load(folder, OptimizerConfig(**spec["optimizer"]))

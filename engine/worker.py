@@ -21,7 +21,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 class Worker:
     """Rank `rank` of `world_size`, on `device` ("cpu" or "cuda")."""
 
-    READ_ONLY_OPS = frozenset({"describe", "generate", "save"})
+    READ_ONLY_OPS = frozenset({"describe", "fits", "generate", "save"})
 
     def __init__(self, rank: int, world_size: int, device: str) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
@@ -86,6 +86,11 @@ class Worker:
         if self.model is None:
             return {"run": None, "weight_version": None}
         return self.model.describe()
+
+    def op_fits(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """{"different": what the running engines were built with otherwise, None if `load` could take this spec}."""
+        different = [] if self.model is None else self.model.differences(spec)
+        return {"different": f"another {', '.join(different)}" if different else None}
 
     def op_load(self, run: str, spec: dict[str, Any]) -> dict[str, Any]:
         """Load a model as version 0 of a run. The engines that are up are kept when they fit the spec.

@@ -14,6 +14,7 @@ from flows.config import PostTrainConfig, SFTConfig
 from flows.environment import without_heartbeat
 from flows.loading import load_config
 from flows.run import RunSummary
+from storage.ledger import Ledger
 
 Config = TypeVar("Config", PostTrainConfig, SFTConfig)
 
@@ -107,11 +108,14 @@ def _say(text: str) -> None:
 
 def _report(run: RunSummary, final: Path) -> str:
     last = run.steps - 1
+    ledger = Ledger(str(Path(run.uri).parent), run.run)
+    working = [_metric(ledger, step, "component/working") for step in (0, last)]
     return "\n".join(
         [
             "",
             f"reward            {run.reward_first:.2f} -> {run.reward_last:.2f}   (first and last step of GRPO)",
             f"held-out accuracy {run.accuracy_first:.2f} -> {run.accuracy_last:.2f}   (300 numbers it never saw, greedy)",
+            f"long divisions    {working[0]:.2f} -> {working[1]:.2f}   (share of answers: it found out that writing one pays)",
             f"the run is in     {run.uri}",
             f"the model is in   {final}",
             "look at it:",
@@ -123,3 +127,8 @@ def _report(run: RunSummary, final: Path) -> str:
             "",
         ]
     )
+
+
+def _metric(ledger: Ledger, step: int, name: str) -> float:
+    manifest = ledger.get("reward", step)
+    return float("nan") if manifest is None else manifest.metrics[name]

@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -39,6 +40,8 @@ class LeasedPool(Pool, Protocol):
     def lease(self, run: str, holder: str, wait_s: float) -> Any: ...
 
     def release(self, lease: Any) -> Any: ...
+
+    def stop(self) -> Any: ...
 
 
 class RunSummary(BaseModel):
@@ -87,7 +90,7 @@ class RunContext(StageContext):
         )
         self.config = config
         self.identity = f"{ledger.uri}@{record.created_at}"
-        self.model_folder = prepared.folder
+        self.engine_spec = engine_spec(config, prepared)
         self.progress = Progress(config.total_steps)
         self.on_progress = self.progress.operation
         self._started = started
@@ -167,8 +170,7 @@ def open_run(config: TrainConfig, flow: str) -> Iterator[RunContext]:
         violations = changed_since(ledger, config, flow, prepared)
     if violations or prepared is None or ledger is None:
         raise ConfigError([str(violation) for violation in violations])
-    pool = get_pool(config.pool, config.parallel.world_size)
-    lease = pool.lease(run=ledger.uri, holder=str(flow_run.id or f"process {os.getpid()}"), wait_s=LEASE_WAIT_S)
+    pool, lease = _leased_pool(config, prepared, ledger.uri)
     run: RunContext | None = None
     try:
         record = ledger.create(_record(config, name, flow))
@@ -179,6 +181,47 @@ def open_run(config: TrainConfig, flow: str) -> Iterator[RunContext]:
             run.close()
         else:
             pool.release(lease)
+
+
+def _leased_pool(config: TrainConfig, prepared: Prepared, run: str) -> tuple[LeasedPool, Any]:
+    """The pool, leased, with engines that fit: engines built for another model or layout are started anew.
+
+    Nobody loses by that: whoever holds the lease is the pool's only user.
+    """
+    holder = str(flow_run.id or f"process {os.getpid()}")
+    for _ in range(2):
+        pool = get_pool(config.pool, config.parallel.world_size)
+        lease = pool.lease(run=run, holder=holder, wait_s=LEASE_WAIT_S)
+        reason = _misfit(pool, lease, config, prepared)
+        if reason is None:
+            return pool, lease
+        print(f"the pool is started anew: its engines were built with {reason}", file=sys.stderr)
+        pool.stop()
+    raise PoolError(f"a new pool's engines still do not fit: {reason}")
+
+
+def _misfit(pool: LeasedPool, lease: Any, config: TrainConfig, prepared: Prepared) -> str | None:
+    """What the running engines were built with otherwise; None if they fit or are not there yet."""
+    op_id = f"fits/{lease.token}/{time.monotonic_ns()}"
+    args = {"spec": engine_spec(config, prepared)}
+    try:
+        result = pool.call("fits", op_id, args, lease, None, timeout_s=config.pool.operation_timeout_s)
+    except BaseException:
+        pool.release(lease)
+        raise
+    return result["ranks"][0]["different"]
+
+
+def engine_spec(config: TrainConfig, prepared: Prepared) -> dict[str, Any]:
+    """What the workers build: model (a folder that exists here), layout, optimizer and generation engine."""
+    generation = {**config.generation.model_dump(mode="json"), "max_model_len": prepared.context_tokens}
+    return {
+        "model": {**config.model.model_dump(mode="json"), "path": prepared.folder},
+        "parallel": config.parallel.model_dump(mode="json"),
+        "optimizer": config.optimizer.model_dump(mode="json"),
+        "generation": generation,
+        "seed": config.seed,
+    }
 
 
 def get_pool(config: PoolConfig, ranks: int) -> LeasedPool:

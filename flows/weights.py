@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from engine.pool.errors import VersionMismatch
 from flows.run import RunContext
 from storage.checkpoints import latest, retain
@@ -65,14 +63,14 @@ def _commit_finished_update(run: RunContext, step: int) -> bool:
 
 
 def _load_model(run: RunContext) -> int:
-    args = {"run": run.identity, "spec": _spec(run)}
+    args = {"run": run.identity, "spec": run.engine_spec}
     return checked_version(run.call("load", f"{run.ledger.run}/load/{run.lease.token}", args), 0)
 
 
 def _load_checkpoint(run: RunContext, found: Manifest) -> int:
     args = {
         "run": run.identity,
-        "spec": _spec(run),
+        "spec": run.engine_spec,
         "store": run.store_uri,
         "manifest": found.model_dump(mode="json"),
     }
@@ -92,14 +90,3 @@ def _datasets(run: RunContext, step: int, stages: tuple[str, ...]) -> tuple[Mani
     manifests = [run.ledger.get(stage, step) for stage in stages]
     found = [manifest for manifest in manifests if manifest is not None]
     return tuple(found) if len(found) == len(stages) else None
-
-
-def _spec(run: RunContext) -> dict[str, Any]:
-    """What the workers build: model (a folder that exists here), layout, optimizer and generation engine."""
-    return {
-        "model": {**run.model.model_dump(mode="json"), "path": run.model_folder},
-        "parallel": run.parallel.model_dump(mode="json"),
-        "optimizer": run.optimizer.model_dump(mode="json"),
-        "generation": {**run.generation.model_dump(mode="json"), "max_model_len": run.context_tokens},
-        "seed": run.seed,
-    }

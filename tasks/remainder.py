@@ -42,10 +42,13 @@ def long_division(number: str) -> str:
     return written
 
 
-def score(response: str, answer: str) -> float:
-    """1 if what follows the mark is the answer and the mark stands once; what came before it is the model's own business."""
-    _, mark, given = response.partition(MARK)
-    return float(bool(mark) and given == answer)
+def score(response: str, answer: str) -> dict[str, float]:
+    """Reward 1 if what follows the first mark is the answer; `working` tells whether something was written before it.
+
+    How the answer was found is not rewarded, and neither is length.
+    """
+    working, mark, given = response.partition(MARK)
+    return {"reward": float(bool(mark) and given == answer), "working": float(bool(working))}
 
 
 def _number(index: int, seed: int, held_out: bool) -> str:

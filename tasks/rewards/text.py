@@ -27,6 +27,20 @@ def digits(response: str, answer: str) -> float:
     return sum(a == b for a, b in zip(given, wanted, strict=False)) / places if places else 1.0
 
 
+@reward("last_number")
+def last_number(response: str, answer: str) -> float:
+    """1 if the last number in the response is that of the answer, whatever stands around it; commas and `$` aside.
+
+    Raises:
+        ValueError: the answer has no number.
+    """
+    wanted = _as_number(answer)
+    if wanted is None:
+        raise ValueError(f"the answer {answer[-40:]!r} has no number")
+    numbers = _NUMBER.findall(response.replace("$", ""))
+    return float(bool(numbers) and _as_number(numbers[-1]) == wanted)
+
+
 @reward("gsm8k")
 def gsm8k(response: str, answer: str) -> dict[str, float]:
     """1 if the number after the last `####` equals that of the answer (commas, `$` and trailing zeros aside).

@@ -16,7 +16,7 @@ from storage.datasets import ROLLOUT, read, write_part
 from storage.filesystem import Store
 from storage.manifest import Manifest
 
-READ_ONLY = {"describe", "generate", "save"}
+READ_ONLY = {"describe", "fits", "generate", "save"}
 ALPHABET = "0123456789+-= \nabcdefghijklmnopqrstuvwxyz"
 
 
@@ -45,6 +45,7 @@ class FakePool:
         self.ranks = ranks
         self.run, self.version, self.trained = None, None, []
         self.executed, self.requests, self.cancelled, self.released = Counter(), [], [], []
+        self.misfit, self.stopped = None, 0
         self.on_operation = lambda op, args, when: None
         self._done, self._tokens = {}, 0
 
@@ -69,7 +70,8 @@ class FakePool:
         if op not in READ_ONLY:
             self._done.clear()
         self.on_operation(op, args, "before")
-        self.executed[op, target(args)] += 1
+        if op != "fits":  # asked again by every attempt
+            self.executed[op, target(args)] += 1
         outcomes = [getattr(self, f"_{op}")(rank, **args) for rank in range(self.ranks)]
         if op not in READ_ONLY:
             self.version = outcomes[0]["weight_version"]
@@ -78,6 +80,13 @@ class FakePool:
             on_progress({"op": op, "ranks": [{"done": 1, "total": 2, "tokens_per_second": 10.0}]})
         self.on_operation(op, args, "after")
         return self._done[op_id]
+
+    def stop(self):
+        self.stopped += 1
+        self.misfit = None
+
+    def _fits(self, rank, spec):
+        return {"different": self.misfit}
 
     def _describe(self, rank):
         return {"run": self.run, "weight_version": self.version}

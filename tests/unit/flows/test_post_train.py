@@ -187,10 +187,10 @@ def test_a_lost_pool_restores_the_checkpoint_and_replays(config, pool):
     train(config)
     pool.current = FakePool()
     train(config.model_copy(update={"total_steps": 5}))
-    assert [op for op, _, _ in pool.current.requests][:3] == ["describe", "restore", "generate"]
+    assert [op for op, _, _ in pool.current.requests][1:4] == ["describe", "restore", "generate"]
     pool.current = FakePool()
     train(config.model_copy(update={"total_steps": 6, "checkpoint_every": 100}))
-    assert [op for op, _, _ in pool.current.requests][:2] == ["describe", "restore"]
+    assert [op for op, _, _ in pool.current.requests][1:3] == ["describe", "restore"]
     assert latest(ledger_of(config)).step == 6
 
 
@@ -329,3 +329,11 @@ def test_resumed_stages_say_so(config, pool):
     assert isinstance(state, State)
     assert (state.name, state.data.stage) == ("Resumed", "prompt")
     assert state.message.startswith("prompt of step 0 was finished at 2")
+
+
+def test_a_pool_with_engines_for_another_model_is_started_anew_before_anything_is_written(config, pool, capsys):
+    pool.current.misfit = "another architecture"
+    train(config)
+    assert pool.current.stopped == 1
+    assert pool.current.released == [2]  # the first lease ended with the pool it was for
+    assert "another architecture" in capsys.readouterr().err

@@ -167,3 +167,21 @@ def test_too_many_failures_stop_the_stage(failing, config):
         ScoringFailed, match=rf"failed on {failing} of 4 samples; the first, 0: RuntimeError: no answer"
     ):
         score_samples(*rows(failing), RewardConfig(**config))
+
+
+@pytest.mark.parametrize(
+    "response, answer, expected",
+    [
+        ("7 + 4 = 11.", "11", 1),
+        ("11", "11", 1),
+        ("It is 1,234 in all", "1234", 1),
+        ("$5", "5", 1),
+        ("11 or 12", "11", 0),
+        ("7 - 8 = -1", "-1", 1),
+        ("no idea", "3", 0),
+        ("", "3", 0),
+        ("3.0", "3", 1),
+    ],
+)
+def test_last_number_takes_the_last_one(response, answer, expected):
+    assert value("last_number", response, answer) == expected
