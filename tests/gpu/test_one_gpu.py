@@ -8,7 +8,14 @@ from tests.support.tiny_models import make_model
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-WIDE = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=2, head_dim=64)
+WIDE = dict(
+    hidden_size=512,
+    intermediate_size=1024,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+    initializer_range=0.02,
+)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
