@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.layout import padded_vocabulary
+
 
 class UnsupportedModel(ValueError):
     """The model's file asks for something that the engine cannot reproduce exactly."""
@@ -108,16 +110,14 @@ class Architecture:
     def layout_problems(self, tensor_parallel_size: int, sequence_parallel: bool = False) -> list[str]:
         """Why this model cannot be divided over that many devices; empty when it can."""
         tp = tensor_parallel_size
-        problems = [
-            f"tensor_parallel_size {tp} does not divide {name} {size} of {self.model_type}"
-            for name, size in (
-                ("num_attention_heads", self.heads),
-                ("num_key_value_heads", self.kv_heads),
-                ("intermediate_size", self.expert_intermediate or self.intermediate),
-                ("the padded vocabulary", -(-self.vocabulary // 64) * 64),
-            )
-            if size % tp
-        ]
+        sizes = {
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "intermediate_size": self.expert_intermediate or self.intermediate,
+            "the padded vocabulary": padded_vocabulary(self.vocabulary),
+        }
+        left = [f"{name} {size}" for name, size in sizes.items() if size % tp]
+        problems = [f"tensor_parallel_size {tp} does not divide {', '.join(left)} of {self.model_type}"] if left else []
         if sequence_parallel and tp == 1:
             problems.append("sequence_parallel needs tensor_parallel_size > 1")
         if self.experts and tp > 1 and not sequence_parallel:

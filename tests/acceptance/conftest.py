@@ -81,10 +81,10 @@ def recipe(place: Path) -> Callable[..., Path]:
 def start(place: Path) -> Callable[..., subprocess.Popen[str]]:
     """Starts `onecopy ARGUMENTS` in a session of its own and returns the process."""
 
-    def run(*arguments: object) -> subprocess.Popen[str]:
+    def run(*arguments: object, home: Path = place) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "flows.cli", *map(str, arguments)],
-            env=environment(place),
+            env=environment(home),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -98,8 +98,8 @@ def start(place: Path) -> Callable[..., subprocess.Popen[str]]:
 def onecopy(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs `onecopy ARGUMENTS` to its end."""
 
-    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-        process = start(*arguments)
+    def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+        process = start(*arguments, **options)
         try:
             out, err = process.communicate(timeout=RUN_TIMEOUT_S)
         except subprocess.TimeoutExpired:
