@@ -45,6 +45,8 @@ def explain(error: Exception) -> tuple[int, list[str]]:
     """
     if isinstance(error, ConfigError):
         return REFUSED, error.violations
+    if isinstance(error, OperationFailed) and _refused_by_storage(error):
+        return REFUSED, [_line(error)]
     if isinstance(error, _FAILURES):
         return FAILED, [_line(error)]
     if isinstance(error, _REFUSALS):
@@ -52,6 +54,12 @@ def explain(error: Exception) -> tuple[int, list[str]]:
     if isinstance(error, RuntimeError) and str(error).startswith(_PREFECT_UNREACHABLE):
         return FAILED, [f"Prefect: {_line(error)}; check PREFECT_API_URL, or unset it to use the embedded server"]
     raise error
+
+
+def _refused_by_storage(error: OperationFailed) -> bool:
+    """Whether a rank could not write or read: a full disk is refused alike, whichever process met it."""
+    last = error.remote_traceback.strip().splitlines()[-1:]
+    return any(line.partition(":")[0].rpartition(".")[2] in ("StorageError", "CorruptFile") for line in last)
 
 
 def _line(error: Exception) -> str:

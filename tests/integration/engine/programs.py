@@ -119,6 +119,33 @@ def _replicas_equal(actor: Actor) -> bool:
     return bool((low == high).all())
 
 
+def policy_updates(folder: str, layouts: list[tuple[int, bool]]) -> dict[str, Any]:
+    """The same policy update in several layouts, micro-batch sizes and aggregations: metrics, and the policy afterwards."""
+    results: dict[str, Any] = {}
+    for tp, sequence_parallel in layouts:
+        for aggregation in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
+            for budget in (16, 64, 4096):
+                actor = make_actor(folder, tp, sequence_parallel)
+                loss = LossConfig(aggregation=aggregation, entropy_coef=0.01, importance_cap=1.5)  # type: ignore[arg-type]
+                chosen = settings(loss, mini_batch_size=3, epochs=2, max_tokens_per_micro_batch=budget, temperature=0.7)
+                metrics = Update(actor, _scored(actor), chosen).run()
+                prompts, responses = batch(99, actor.arch.vocabulary)
+                name = f"{aggregation} tp{tp} dp{dist.get_world_size() // tp} budget {budget}"
+                results[name] = {"metrics": metrics, "logprobs": actor.logprobs(prompts, responses, 1.0).tolist()}
+    return results
+
+
+def _scored(actor: Actor) -> Samples:
+    """Random samples with advantages, partly masked (one response wholly), and rollout log-probabilities a little off."""
+    prompts, responses = batch(5, actor.arch.vocabulary)
+    generator = torch.Generator().manual_seed(6)
+    masks = [[int(i % 5 != 3) for i in range(len(r))] for r in responses]
+    masks[2] = [0] * len(responses[2])
+    advantages = [[(-1.0) ** n * 0.7] * len(r) for n, r in enumerate(responses)]
+    rollout = [(torch.randn(len(r), generator=generator) * 0.2 - 5.5).tolist() for r in responses]
+    return Samples(prompts, responses, masks, advantages, rollout)
+
+
 def generation(folder: str, tp: int, sequence_parallel: bool = False, alternations: int = 3) -> dict[str, Any]:
     """Generate and update in turn; compare rollout log-probabilities, addresses and resident memory along the way."""
     from engine.generation.engine import GenerationEngine, Sampling

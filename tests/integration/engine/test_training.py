@@ -64,3 +64,26 @@ def test_padded_vocabulary_stays_zero_and_replicas_stay_equal(results, name):
     for rank in results[name]:
         assert rank["padding"] == 0.0
         assert rank["equal"]
+
+
+@pytest.fixture(scope="module")
+def policy_updates(folders):
+    """Aggregation to every way in which the same update was cut."""
+    runs: dict[str, list[dict]] = {}
+    for world, layouts in ((1, [[1, False]]), (2, [[2, False], [1, False], [2, True]])):
+        arguments = {"folder": folders["qwen3"], "layouts": layouts}
+        for rank in run_ranks("tests.integration.engine.programs:policy_updates", world, arguments):
+            for name, result in rank.items():
+                runs.setdefault(name.split()[0], []).append(result)
+    return runs
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_a_policy_update_does_not_depend_on_how_it_is_cut(policy_updates, aggregation):
+    first, *others = policy_updates[aggregation]
+    assert len(others) == 14  # 3 budgets x (1 rank, 2 ranks TP, 2 ranks DP) - 1; sequence parallel has the names of TP
+    assert first["metrics"]["optimizer_steps"] == 4
+    assert first["metrics"]["clip_fraction_high"] + first["metrics"]["clip_fraction_low"] > 0
+    for other in others:
+        assert other["metrics"] == pytest.approx(first["metrics"], rel=1e-4, abs=1e-6)
+        assert other["logprobs"] == pytest.approx(first["logprobs"], abs=1e-4)

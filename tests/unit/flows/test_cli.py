@@ -6,8 +6,10 @@ import json
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from engine.pool.errors import OperationFailed
 from flows.cli import main
 from flows.cli.doctor import examine
+from flows.cli.errors import explain
 from flows.post_train import post_train
 from storage.filesystem import StorageError, Store
 
@@ -204,3 +206,13 @@ def test_pool_arguments_are_checked_before_anything_starts(onecopy):
     assert (code, err) == (2, "onecopy: --ranks: must be at least 1, not 0\n")
     code, _, err = onecopy("pool", "up", "--name", "Bad Name", "--port", "80")
     assert code == 2 and len(err.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("last_line", "code"), [("storage.filesystem.StorageError: disk full", 2), ("KeyError: 'x'", 1)]
+)
+def test_a_full_disk_on_a_rank_is_refused_like_one_here(last_line, code):
+    error = OperationFailed(
+        "generate failed on rank 0", rank=0, remote_traceback=f"Traceback …\n  File …\n{last_line}\n"
+    )
+    assert explain(error)[0] == code
