@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 
 from engine.config import GenerationConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from engine.generation.engine import GenerationEngine, Sampling
+from engine.generation.engine import Completion, GenerationEngine, Sampling
 from engine.layout import Layout, contiguous_ranges
 from engine.losses.config import LossConfig
 from engine.megatron import checkpoint
@@ -158,27 +158,29 @@ class ModelSession:
         seconds = time.monotonic() - began
         if self.actor.tp_rank != 0 or not wanted:
             return {}
-        table = pa.Table.from_pylist(
-            [
-                {
-                    "sample_id": f"{row['group_id']}-{index % count:03d}",
-                    "group_id": row["group_id"],
-                    "prompt_id": row["prompt_id"],
-                    "weight_version": weight_version,
-                    "prompt_tokens": row["prompt_tokens"],
-                    "response_tokens": completion.tokens,
-                    "response_mask": [1] * len(completion.tokens),
-                    "rollout_logprobs": completion.logprobs,
-                    "finish_reason": completion.finish_reason,
-                    "text": self.tokenizer.decode(completion.tokens),
-                }
-                for index, (row, completion) in enumerate(zip(wanted, completions, strict=True))
-            ],
-            schema=ROLLOUT,
-        )
+        table = self._rollout_table(wanted, completions, count)
         entry = write_part(files, out, replica, table, ROLLOUT)
         tokens = sum(len(completion.tokens) for completion in completions)
         return {"files": [entry.model_dump()], "metrics": {"tokens": float(tokens), "seconds": seconds}}
+
+    def _rollout_table(self, wanted: list[dict[str, Any]], completions: list[Completion], count: int) -> pa.Table:
+        """Rows of the ROLLOUT schema; `count` consecutive ones answer the same prompt."""
+        rows = [
+            {
+                "sample_id": f"{row['group_id']}-{index % count:03d}",
+                "group_id": row["group_id"],
+                "prompt_id": row["prompt_id"],
+                "weight_version": self.weight_version,
+                "prompt_tokens": row["prompt_tokens"],
+                "response_tokens": completion.tokens,
+                "response_mask": [1] * len(completion.tokens),
+                "rollout_logprobs": completion.logprobs,
+                "finish_reason": completion.finish_reason,
+                "text": self.tokenizer.decode(completion.tokens),
+            }
+            for index, (row, completion) in enumerate(zip(wanted, completions, strict=True))
+        ]
+        return pa.Table.from_pylist(rows, schema=ROLLOUT)
 
     def update(
         self,

@@ -35,7 +35,10 @@ class Tokenizer:
             raise TokenizerError(
                 f"{self.folder} has no tokenizer.json; load the tokenizer once with transformers and save_pretrained() it there"
             )
-        self._fast = FastTokenizer.from_file(str(path))
+        try:
+            self._fast = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exceptions
+            raise TokenizerError(f"{path} cannot be read: {error}") from error
         self._fast.no_padding()
         self._fast.no_truncation()
         self._settings = self._read("tokenizer_config.json")

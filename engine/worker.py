@@ -26,6 +26,7 @@ class Worker:
     def __init__(self, rank: int, world_size: int, device: str) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self.model: Any = None  # engine.model_session.ModelSession, once loaded
+        self._half_built = False
         self._report: dict[str, Any] = {}
         self._cancel = threading.Event()
         self._store: Any = None
@@ -89,6 +90,8 @@ class Worker:
 
     def op_fits(self, spec: dict[str, Any]) -> dict[str, Any]:
         """{"different": what the running engines were built with otherwise, None if `load` could take this spec}."""
+        if self._half_built:
+            return {"different": "an error, and cannot be finished in their process"}
         different = [] if self.model is None else self.model.differences(spec)
         return {"different": f"another {', '.join(different)}" if different else None}
 
@@ -104,7 +107,9 @@ class Worker:
         started = time.monotonic()
         fresh = self.model is None
         if self.model is None:
+            self._half_built = True
             self.model = ModelSession(spec, self.device)
+            self._half_built = False
         else:
             self.model.load(spec)
         self.model.own(run, 0)

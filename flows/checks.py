@@ -106,7 +106,10 @@ def _rules(config: TrainConfig) -> Iterator[Violation]:
                 ("validation.samples_per_prompt", "validation.temperature"),
                 "greedy answers to one prompt are all the same",
             )
-    if config.optimizer.schedule != "constant" and config.optimizer.decay_steps is None:
+    decay = config.optimizer.decay_steps
+    if decay is not None and config.optimizer.warmup_steps >= decay:
+        yield Violation(("optimizer.warmup_steps", "optimizer.decay_steps"), "the decay must end after the warm-up")
+    if config.optimizer.schedule != "constant" and decay is None:
         yield Violation(("optimizer.decay_steps",), f"is needed by optimizer.schedule {config.optimizer.schedule!r}")
 
 
@@ -127,6 +130,11 @@ def _post_train_rules(config: PostTrainConfig) -> Iterator[Violation]:
         )
     if generation.temperature == 0:
         yield Violation(("generation.temperature",), "must be above 0 for training: greedy samples are all the same")
+    if generation.top_p != 1:
+        yield Violation(
+            ("generation.top_p",),
+            "must be 1 for training: the log-probabilities of a truncated distribution are not those that the actor is trained on",
+        )
     if config.loss.name != "ppo":
         yield Violation(("loss.name",), f"must be 'ppo' here, not {config.loss.name!r}; `onecopy sft` is supervised")
     size = algorithm.mini_batch_size

@@ -47,7 +47,9 @@ def _held(run: RunContext) -> int | None:
     """Version of *this* run's weights that the pool holds; None if it holds another run's, or none."""
     result = run.call("describe", f"{run.ledger.run}/describe/{run.lease.token}", {})
     state = result["ranks"][0]
-    return state["weight_version"] if state.get("run") == run.identity else None
+    # Both must say so: after an update that failed early the ranks may still hold a version that the pool no longer vouches for.
+    vouched = state["weight_version"] is not None and result["weight_version"] == state["weight_version"]
+    return state["weight_version"] if vouched and state.get("run") == run.identity else None
 
 
 def _commit_finished_update(run: RunContext, step: int) -> bool:

@@ -4,11 +4,12 @@ A stage is finished when its manifest exists. Its parts are written under hidden
 the manifest comes last, so a stage is either whole or invisible. What is finished is never changed.
 """
 
+import errno
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from storage.filesystem import InvalidName, Store, checked_name
+from storage.filesystem import InvalidName, StorageError, Store, checked_name
 from storage.manifest import MANIFEST_NAME, Manifest, stage_folder, staged_name
 
 RUN_RECORD_NAME = "run.json"
@@ -222,6 +223,10 @@ def list_runs(root_uri: str) -> list[RunRecord]:
             record = Ledger(root_uri, name).record()
         except InvalidName:
             continue
+        except StorageError as error:
+            if error.errno == errno.ENOTDIR:  # a socket or another thing that is no file and no folder
+                continue
+            raise
         if record is not None:
             records.append(record)
     return records

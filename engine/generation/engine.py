@@ -62,6 +62,7 @@ class GenerationEngine:
         with offer(self.shared):
             self.llm = LLM(str(folder), **_arguments(actor, config, self.max_model_len))
         self.awake = True
+        self._calls = 0
 
     def generate(
         self,
@@ -79,23 +80,37 @@ class GenerationEngine:
         """
         self.wake()
         _seed_everything(sampling.seed)
-        engine, done, tokens = self.llm.llm_engine, {}, 0  # type: ignore[var-annotated]
-        for index, prompt in enumerate(prompts):
-            parameters = self._parameters(sampling, len(prompt))
-            engine.add_request(str(index), {"prompt_token_ids": prompt}, parameters)
-        steps = 0
+        self._calls += 1  # in the ids, so that nothing of another call can be taken for an answer of this one
+        ids = [f"{self._calls}-{index}" for index in range(len(prompts))]
+        done: dict[str, Completion] = {}
+        try:
+            for name, prompt in zip(ids, prompts, strict=True):
+                parameters = self._parameters(sampling, len(prompt))
+                self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+            self._run(done, len(ids), on_finished, cancelled)
+        finally:
+            if left := [name for name in ids if name not in done]:
+                self.llm.llm_engine.abort_request(left)
+        return [done[name] for name in ids]
+
+    def _run(
+        self,
+        done: dict[str, Completion],
+        wanted: int,
+        on_finished: Callable[[int, int], None],
+        cancelled: Callable[[], bool],
+    ) -> None:
+        """Step the engine until nothing is left; finished samples go to `done` by request id."""
+        engine, tokens, steps = self.llm.llm_engine, 0, 0
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
-                    completion = _completion(output.outputs[0])
-                    done[int(output.request_id)] = completion
-                    tokens += len(completion.tokens)
+                    done[output.request_id] = _completion(output.outputs[0])
+                    tokens += len(done[output.request_id].tokens)
             on_finished(len(done), tokens)
             steps += 1
             if steps % CANCEL_EVERY == 0 and self._agreed(cancelled()):
-                engine.abort_request([str(i) for i in range(len(prompts)) if i not in done])
-                raise Cancelled(f"generation stopped after {len(done)} of {len(prompts)} samples")
-        return [done[index] for index in range(len(prompts))]
+                raise Cancelled(f"generation stopped after {len(done)} of {wanted} samples")
 
     def sleep(self) -> None:
         """Give the KV cache's memory back for training (a GPU only); weights are the actor's and stay."""
@@ -110,7 +125,10 @@ class GenerationEngine:
             torch.cuda.empty_cache()
             self.llm.wake_up()
             self.awake = True
-        self.llm.reset_prefix_cache()
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError(
+                "the prefix cache could not be emptied: it would answer with the weights before the update"
+            )
 
     def _parameters(self, sampling: Sampling, prompt_tokens: int) -> Any:
         from vllm import SamplingParams

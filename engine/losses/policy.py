@@ -18,8 +18,8 @@ class TokenLoss:
     """Per-token results [tokens]: the loss (with gradient) and flags for the metrics (without)."""
 
     loss: Tensor
-    clipped_high: Tensor
-    clipped_low: Tensor
+    clipped: Tensor
+    dual_clipped: Tensor
 
 
 def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -38,13 +38,13 @@ def ppo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, config:
     plain = -advantages * ratio
     held = -advantages * ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
     loss = torch.maximum(plain, held)
-    clipped_high = (held > plain).detach()
-    clipped_low = torch.zeros_like(clipped_high)
+    clipped = (held > plain).detach()
+    dual_clipped = torch.zeros_like(clipped)
     if config.clip_ratio_c is not None:
         bound = -advantages * config.clip_ratio_c
-        clipped_low = ((advantages < 0) & (loss > bound)).detach()
+        dual_clipped = ((advantages < 0) & (loss > bound)).detach()
         loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
-    return TokenLoss(loss, clipped_high, clipped_low)
+    return TokenLoss(loss, clipped, dual_clipped)
 
 
 def sft_loss(logprobs: Tensor) -> TokenLoss:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,20 +42,23 @@ class UpdateSettings:
 
 
 class Meter:
-    """Sums of metrics on this rank, reduced over the data parallel group once, at the end."""
+    """Sums of metrics on this rank, reduced over the data parallel group once, at the end.
 
-    def __init__(self) -> None:
-        self.sums: dict[str, list[Tensor]] = defaultdict(list)
+    The names are fixed beforehand: a rank without a sample takes part in the reduction with zeros.
+    """
+
+    def __init__(self, names: list[str], device: str) -> None:
+        self.sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
 
     def add(self, name: str, value: Tensor) -> None:
-        self.sums[name].append(value.detach().double())
+        """Add a scalar; raises KeyError for a name that the other ranks would not reduce."""
+        self.sums[name] += value.detach().double()
 
-    def total(self, group: torch.distributed.ProcessGroup, device: str) -> dict[str, float]:
-        names = sorted(self.sums)
-        sums = [torch.stack(self.sums[name]).sum() for name in names]
-        values = torch.stack(sums) if names else torch.zeros(0, dtype=torch.float64, device=device)
+    def total(self, group: torch.distributed.ProcessGroup) -> dict[str, float]:
+        """The sums over all data parallel ranks."""
+        values = torch.stack(list(self.sums.values()))
         torch.distributed.all_reduce(values, group=group)
-        return dict(zip(names, values.tolist(), strict=True))
+        return dict(zip(self.sums, values.tolist(), strict=True))
 
 
 def mini_batches(count: int, size: int | None, seed: int) -> list[list[int]]:
@@ -82,7 +84,11 @@ class Update:
         self.steps = mini_batches(len(samples), settings.mini_batch_size, settings.seed)
         self.on_policy = len(self.steps) * settings.epochs == 1
         self.old: dict[int, Tensor] = {}
-        self.meter = Meter()
+        names = ["loss", "tokens", "entropy", "clip_fraction", "dual_clip_fraction", "approx_kl"]
+        if samples.rollout_logprobs is not None:
+            names += ["rollout_kl", "rollout_logprob_gap"]
+            names += ["importance_above_cap"] if settings.loss.importance_cap is not None else []
+        self.meter = Meter(names, actor.device)
 
     def run(self, on_step: Callable[[int, int], None] = lambda done, of: None) -> dict[str, float]:
         """Do it; returns the metrics, equal on every rank. `on_step(done, of)` is called after each optimizer step."""
@@ -145,7 +151,7 @@ class Update:
             return result
         weights, above = importance_weights(old, self._flat(part.rollout_logprobs), config.importance_cap)
         self.meter.add("importance_above_cap", (above * self._flat(part.masks)).sum())
-        return TokenLoss(result.loss * weights, result.clipped_high, result.clipped_low)
+        return TokenLoss(result.loss * weights, result.clipped, result.dual_clipped)
 
     def _measure(
         self, part: Samples, mask: Tensor, logprobs: Tensor, old: Tensor, entropies: Tensor, result: TokenLoss
@@ -155,8 +161,8 @@ class Update:
 
         self.meter.add("tokens", mask.sum())
         add("entropy", entropies)
-        add("clip_fraction_high", result.clipped_high)
-        add("clip_fraction_low", result.clipped_low)
+        add("clip_fraction", result.clipped)
+        add("dual_clip_fraction", result.dual_clipped)
         add("approx_kl", k3(old, logprobs))
         if part.rollout_logprobs is not None:
             rollout = self._flat(part.rollout_logprobs)
@@ -167,7 +173,7 @@ class Update:
         return torch.tensor([x for row in rows for x in row], dtype=torch.float32, device=self.actor.device)
 
     def _metrics(self, norms: list[float], rates: list[float]) -> dict[str, float]:
-        sums = self.meter.total(self.actor.data_parallel_group, self.actor.device)
+        sums = self.meter.total(self.actor.data_parallel_group)
         steps, tokens = len(norms), max(1.0, sums.pop("tokens", 0.0))
         metrics = {"loss": sums.pop("loss", 0.0) / steps}
         metrics |= {name: value / tokens for name, value in sums.items()}

@@ -100,7 +100,7 @@ class Actor:
         norm = float(self.optimizer.get_grad_norm())
         if not norm < float("inf"):
             raise FloatingPointError(
-                f"the gradient norm is {norm}: the update was not applied; look at the batch's rewards and lr"
+                f"the gradient norm is {norm}: this optimizer step was not applied; look at the rewards and the learning rate"
             )
         self._clip(norm)
         self.optimizer.step_with_ready_grads()

@@ -50,6 +50,10 @@ _MUST_BE = {
 """Fields whose other values the engine does not implement."""
 
 
+_NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+"""Sizes without which nothing can be built."""
+
+
 @dataclass(frozen=True)
 class Rope:
     """Rotary position embedding: the base and, where the model says so, linear or llama3 scaling."""
@@ -97,7 +101,6 @@ class Architecture:
     norm_eps: float
     rope: Rope
     tied_embeddings: bool
-    dtype: str = "float32"
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
@@ -137,7 +140,11 @@ def read_architecture(folder: str | Path) -> Architecture:
         raise FileNotFoundError(
             f"no model at {folder}: {path.name} is missing; give a Hugging Face folder with safetensors"
         )
-    return architecture_of(json.loads(path.read_text(encoding="utf-8")), str(folder))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnsupportedModel(f"{path} is not JSON: {error}") from error
+    return architecture_of(config, str(folder))
 
 
 def architecture_of(config: dict[str, Any], where: str = "the model") -> Architecture:
@@ -154,6 +161,9 @@ def architecture_of(config: dict[str, Any], where: str = "the model") -> Archite
     ]
     if any(kind != "full_attention" for kind in config.get("layer_types") or []):
         problems.append("layer_types other than full_attention")
+    missing = [field for field in _NEEDED if not isinstance(config.get(field), int)]
+    if missing:
+        raise UnsupportedModel(f"{where}: config.json does not give {', '.join(missing)}")
     rope, rope_problem = _read_rope(config)
     if rope_problem:
         problems.append(rope_problem)
@@ -178,7 +188,6 @@ def _build(model_type: str, config: dict[str, Any], rope: Rope) -> Architecture:
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope=rope,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
         experts=(config.get("num_experts") or config.get("num_local_experts") or 0) if moe else 0,
         experts_per_token=config.get("num_experts_per_tok", 0) if moe else 0,
         expert_intermediate=config.get("moe_intermediate_size", 0) if moe else 0,

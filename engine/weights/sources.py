@@ -20,7 +20,8 @@ class ModelNotFound(ValueError):
 
 def onecopy_home() -> Path:
     """Where pools, converted models and servers keep their files: $ONECOPY_HOME, else ~/.onecopy."""
-    return Path(os.environ.get("ONECOPY_HOME") or Path.home() / ".onecopy")
+    # absolute: the path goes to processes with another working directory
+    return Path(os.environ.get("ONECOPY_HOME") or "~/.onecopy").expanduser().absolute()
 
 
 def local_folder(path: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted.
     """
     environment.quiet()
+    if os.getcwd() not in sys.path:  # `reward.function: my_rewards:score` means a file beside the recipe's user
+        sys.path.insert(0, os.getcwd())
     arguments = build_parser().parse_args(argv)
     try:
         return int(arguments.run(arguments) or 0)

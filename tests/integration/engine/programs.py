@@ -130,9 +130,16 @@ def policy_updates(folder: str, layouts: list[tuple[int, bool]]) -> dict[str, An
                 chosen = settings(loss, mini_batch_size=3, epochs=2, max_tokens_per_micro_batch=budget, temperature=0.7)
                 metrics = Update(actor, _scored(actor), chosen).run()
                 prompts, responses = batch(99, actor.arch.vocabulary)
-                name = f"{aggregation} tp{tp} dp{dist.get_world_size() // tp} budget {budget}"
+                name = f"{aggregation} tp{tp} dp{dist.get_world_size() // tp} sp{sequence_parallel} budget {budget}"
                 results[name] = {"metrics": metrics, "logprobs": actor.logprobs(prompts, responses, 1.0).tolist()}
     return results
+
+
+def one_sample(folder: str) -> dict[str, Any]:
+    """An update on a single sample, which only one of the data parallel ranks can hold."""
+    actor = make_actor(folder, 1)
+    samples = _scored(actor).select([0])
+    return Update(actor, samples, settings(LossConfig(), mini_batch_size=1, epochs=2)).run()
 
 
 def _scored(actor: Actor) -> Samples:

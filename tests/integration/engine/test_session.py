@@ -29,7 +29,7 @@ def test_the_first_update_is_exactly_on_policy(life):
         metrics = rank["metrics"]
         assert metrics["rollout_kl"] <= 1e-6
         assert metrics["approx_kl"] == 0.0
-        assert metrics["clip_fraction_high"] == metrics["clip_fraction_low"] == 0.0
+        assert metrics["clip_fraction"] == metrics["dual_clip_fraction"] == 0.0
         assert metrics["grad_norm"] > 0
 
 

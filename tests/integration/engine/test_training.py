@@ -81,9 +81,17 @@ def policy_updates(folders):
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_a_policy_update_does_not_depend_on_how_it_is_cut(policy_updates, aggregation):
     first, *others = policy_updates[aggregation]
-    assert len(others) == 14  # 3 budgets x (1 rank, 2 ranks TP, 2 ranks DP) - 1; sequence parallel has the names of TP
+    assert len(others) == 20  # 3 budgets x (1 rank; 2 ranks each of TP, DP, TP with sequence parallel), less the first
     assert first["metrics"]["optimizer_steps"] == 4
-    assert first["metrics"]["clip_fraction_high"] + first["metrics"]["clip_fraction_low"] > 0
+    assert first["metrics"]["clip_fraction"] + first["metrics"]["dual_clip_fraction"] > 0
     for other in others:
         assert other["metrics"] == pytest.approx(first["metrics"], rel=1e-4, abs=1e-6)
         assert other["logprobs"] == pytest.approx(first["logprobs"], abs=1e-4)
+
+
+def test_a_rank_without_a_sample_takes_part(folders):
+    (alone,) = run_ranks("tests.integration.engine.programs:one_sample", 1, {"folder": folders["qwen2"]})
+    for rank in run_ranks(
+        "tests.integration.engine.programs:one_sample", 2, {"folder": folders["qwen2"]}, timeout_s=90
+    ):
+        assert rank == pytest.approx(alone, rel=1e-4, abs=1e-6)

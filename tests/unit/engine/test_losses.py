@@ -84,16 +84,16 @@ def ppo(ratio, advantage, **changes):
     result = ppo_loss(
         logprobs, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64), config
     )
-    return result.loss.item(), bool(result.clipped_high), bool(result.clipped_low)
+    return result.loss.item(), bool(result.clipped), bool(result.dual_clipped)
 
 
 @pytest.mark.parametrize(
     ("ratio", "loss", "low"), [(0.5, 0.8, False), (1.1, 1.1, False), (5.0, 3.0, True), (10.0, 3.0, True)]
 )
 def test_dual_clip_of_negative_advantages(ratio, loss, low):
-    value, _, clipped_low = ppo(ratio, -1.0)
+    value, _, dual_clipped = ppo(ratio, -1.0)
     assert value == pytest.approx(loss)
-    assert clipped_low == low
+    assert dual_clipped == low
 
 
 def test_positive_advantages_are_clipped_above():
