@@ -229,7 +229,12 @@ class ModelSession:
         """Write this rank's state as one file of the checkpoint at `out`; returns its entry."""
         name = checkpoint.rank_file(torch.distributed.get_rank())
         header = {"weight_version": self.weight_version, "model_folder": self.spec["model"]["path"]}
-        with tempfile.TemporaryDirectory(prefix="onecopy-") as scratch:
+        files = Store.open(store)
+        # Beside the target where there is one, so that the state needs no room on another disk; publishing removes what is left.
+        beside = Path(files.uri(out)) if files.is_local else None
+        if beside is not None:
+            beside.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".onecopy-", dir=beside) as scratch:
             path = Path(scratch) / name
             checkpoint.write(self.actor, path, header)
             with open_shard(f"{store.rstrip('/')}/{out}", name) as shard, path.open("rb") as source:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.pool.errors import VersionMismatch
+from engine.pool.errors import OperationConflict, VersionMismatch
 from flows.run import RunContext
 from storage.checkpoints import latest, retain
 from storage.manifest import Manifest
@@ -59,7 +59,10 @@ def _commit_finished_update(run: RunContext, step: int) -> bool:
         return False
     try:
         update(run, step, *datasets)
-    except VersionMismatch:  # the pool has forgotten the operation: start from a checkpoint
+    except (
+        VersionMismatch,
+        OperationConflict,
+    ):  # forgotten, or done with another micro-batch size: start from a checkpoint
         return False
     return True
 

@@ -15,16 +15,16 @@ esac
 lists=(-r "infra/requirements/$flavour.txt")
 [ "${DEV:-1}" = 0 ] || lists+=(-r infra/requirements/dev.txt)
 
+stamp=.venv/.onecopy-$flavour
+state=$({ echo "dev=${DEV:-1}"; cat "infra/requirements/$flavour.txt" infra/requirements/dev.txt infra/install.sh pyproject.toml; } | sha256sum)
+if [ -x .venv/bin/onecopy ] && [ "$(cat "$stamp" 2>/dev/null)" = "$state" ]; then exit 0; fi
+
 python=${PYTHON:-$(command -v "python$wanted" || command -v python3 || true)}
 found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true)
 if [ "$found" != "$wanted" ]; then
   echo "install: Python $wanted is needed for $flavour and ${python:-python3} is ${found:-missing}; set PYTHON=/path/to/python$wanted" >&2
   exit 1
 fi
-
-stamp=.venv/.onecopy-$flavour
-state=$(cat "infra/requirements/$flavour.txt" infra/requirements/dev.txt infra/install.sh pyproject.toml | sha256sum)
-if [ -x .venv/bin/onecopy ] && [ "$(cat "$stamp" 2>/dev/null)" = "$state" ]; then exit 0; fi
 
 free_mib=$(df -Pm . | awk 'NR == 2 { print $4 }')
 if [ "$free_mib" -lt 6000 ]; then
@@ -33,6 +33,9 @@ if [ "$free_mib" -lt 6000 ]; then
 fi
 
 echo "install: making .venv for $flavour with $python (a few minutes, once)"
+inside=$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true)
+[ "$inside" = "$wanted" ] || rm -rf .venv
+rm -f .venv/.onecopy-* # one flavour at a time, and no stamp of an interrupted install
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@" 2> >(grep -v '^WARNING: Location' >&2); }
 

@@ -1,4 +1,4 @@
-"""Weights, optimizer and random state of a version, written by the ranks straight to storage."""
+"""Weights and optimizer state of a version (samplers are seeded from run and step), written by the ranks straight to storage."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from prefect.states import Completed, State
 from storage.filesystem import StorageError, Store
 from storage.integrity import CorruptFile
 from storage.ledger import StageConflict
-from storage.manifest import FileEntry, Manifest, fingerprint, utc_now
+from storage.manifest import FileEntry, Manifest, fingerprint, staged_name, utc_now
 from tasks.context import StageContext
 
 
@@ -60,7 +60,17 @@ class Work:
     def call(self, op: str, args: dict[str, Any], expect_version: int) -> dict[str, Any]:
         """Run the stage's operation on the pool; its id names the work, so that doing it again after a crash joins it."""
         op_id = f"{self.ctx.ledger.run}/{self.step:06d}/{self.stage}/{self.fingerprint}"
-        return self.ctx.call(op, op_id, args, expect_version)
+        result = self.ctx.call(op, op_id, args, expect_version)
+        if self._are_there(result):
+            return result
+        # The pool remembers the operation, but what it wrote has been removed since: do it again, under another id.
+        return self.ctx.call(op, f"{op_id}/{time.monotonic_ns()}", args, expect_version)
+
+    def _are_there(self, result: dict[str, Any]) -> bool:
+        """Whether every file that the ranks say they wrote is in the stage's folder, published or not."""
+        named = [entry["path"] for rank in result["ranks"] for entry in rank.get("files", [])]
+        there = set(self.store.files(self.path)) if named else set()
+        return all(name in there or staged_name(name) in there for name in named)
 
 
 Body = Callable[..., StageOutput]

@@ -199,6 +199,8 @@ class Supervisor:
             if self._operations.abandoned() and (running := self._operations.running) is not None:
                 silence = running.request.patience_s
                 self._cancel(running.request.op_id, f"its client was not heard of for {silence:.0f} s")
+            elif (running := self._operations.running) is not None and running.cancelled:
+                self._ranks.cancel()  # again: the first request may have come before the rank had begun
             await asyncio.sleep(TICK_S)
 
     def _cancel(self, op_id: str, why: str) -> bool:

@@ -53,6 +53,8 @@ _MUST_BE = {
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 """Sizes without which nothing can be built."""
 
+_NEEDED_BY_EXPERTS = ("num_experts_per_tok", "moe_intermediate_size")
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -161,7 +163,8 @@ def architecture_of(config: dict[str, Any], where: str = "the model") -> Archite
     ]
     if any(kind != "full_attention" for kind in config.get("layer_types") or []):
         problems.append("layer_types other than full_attention")
-    missing = [field for field in _NEEDED if not isinstance(config.get(field), int)]
+    needed = _NEEDED + (_NEEDED_BY_EXPERTS if FAMILIES[model_type].experts else ())
+    missing = [field for field in needed if not isinstance(config.get(field), int)]
     if missing:
         raise UnsupportedModel(f"{where}: config.json does not give {', '.join(missing)}")
     rope, rope_problem = _read_rope(config)
@@ -181,7 +184,7 @@ def _build(model_type: str, config: dict[str, Any], rope: Rope) -> Architecture:
         hidden=hidden,
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or (128 if model_type.startswith("qwen3") else hidden // heads),
+        head_dim=config.get("head_dim") or (128 if model_type == "qwen3" else hidden // heads),
         intermediate=config["intermediate_size"],
         vocabulary=config["vocab_size"],
         max_positions=config.get("max_position_embeddings", 2048),

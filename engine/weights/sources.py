@@ -73,10 +73,15 @@ def _converted(source: Path) -> Path:
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     command = [sys.executable, "-m", "engine.weights.gguf", str(source), str(partial)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_TIMEOUT_S, env=environment)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_TIMEOUT_S, env=environment)
+    except subprocess.TimeoutExpired:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ModelNotFound(f"converting {source} took more than {CONVERT_TIMEOUT_S} s") from None
     if done.returncode:
         shutil.rmtree(partial, ignore_errors=True)
-        raise ModelNotFound(f"could not convert {source}: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ModelNotFound(f"could not convert {source}: {reason}")
     try:
         partial.rename(target)
     except OSError:  # another process was faster; its folder is as good
@@ -100,4 +105,4 @@ def copy_small_files(source: Path, target: Path) -> None:
     for pattern in SMALL_FILES:
         for file in source.glob(pattern):
             if not file.name.endswith(".index.json"):
-                shutil.copy(file, target / file.name)
+                shutil.copyfile(file, target / file.name)

@@ -13,7 +13,14 @@ from engine.losses.config import LossConfig
 from engine.megatron.update import Update
 from engine.roles.actor import Actor
 from engine.weights.architecture import read_architecture
-from tests.integration.engine.programs import ADAM, batch, demonstrations, reference_logprobs, settings
+from tests.integration.engine.programs import (
+    ADAM,
+    batch,
+    demonstrations,
+    reference_logprobs,
+    reference_optimizer,
+    settings,
+)
 
 
 def alternate(folder: str) -> dict[str, Any]:
@@ -37,7 +44,7 @@ def _actor(folder: str, dtype: torch.dtype, optimizer: OptimizerConfig) -> Actor
 
 def _train_in_fp32(folder: str) -> dict[str, Any]:
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    adam = torch.optim.AdamW(reference.parameters(), lr=ADAM.lr, eps=ADAM.eps, weight_decay=0.0)
+    adam = reference_optimizer(reference)
     actor, norms = _actor(folder, torch.float32, ADAM), []
     vocabulary = reference.config.vocab_size
     for seed in range(3):

@@ -16,7 +16,7 @@ from engine.roles.actor import Actor
 from engine.samples import Samples
 from engine.weights.architecture import read_architecture
 
-ADAM = OptimizerConfig(lr=1e-3, eps=1e-5, clip_grad=1.0)
+ADAM = OptimizerConfig(lr=1e-3, eps=1e-5, clip_grad=1.0, weight_decay=0.1)
 LENGTHS = (7, 23, 2, 12, 9, 30)  # ragged; 83 tokens: odd, so that sequence parallel needs a throw-away tail
 
 
@@ -62,6 +62,40 @@ def reference_logprobs(model: Any, prompts: list[list[int]], responses: list[lis
     return torch.cat(out)
 
 
+def reference_optimizer(model: Any) -> torch.optim.AdamW:
+    """torch's AdamW with ADAM's settings; weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": ADAM.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=ADAM.lr, eps=ADAM.eps, betas=(ADAM.beta1, ADAM.beta2))
+
+
+def logit_gap(actor: Actor, reference: Any, tokens: list[int]) -> tuple[float, float]:
+    """Largest differences of all logits of a sequence, and of the entropies of its predictions, from transformers'."""
+    from megatron.core.tensor_parallel import (
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+    )
+
+    from engine.megatron.cpu import megatron_device
+    from engine.megatron.packing import pack
+
+    row = pack([tokens[:1]], [tokens[1:]], actor.row_multiple, actor.device)
+    with torch.no_grad(), megatron_device(actor.device):
+        hidden = actor.parallel_model(row.ids, row.positions, None, packed_seq_params=row.attention)
+        if actor.model.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        mine = torch.nn.functional.linear(hidden[:, 0], actor.model.output_weight)
+        logits = gather_from_tensor_model_parallel_region(mine)
+        entropies = actor.forward([tokens[:1]], [tokens[1:]], 1.0)[1]
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    probabilities = expected[:-1].softmax(-1)
+    expected_entropies = -(probabilities * probabilities.log()).sum(-1)
+    gap = (logits[: len(tokens), : actor.arch.vocabulary] - expected).abs().max().item()
+    return gap, (entropies - expected_entropies).abs().max().item()
+
+
 def training(cases: dict[str, str], layouts: list[tuple[int, bool]]) -> dict[str, Any]:
     """Three supervised updates beside transformers and torch.optim.AdamW on the same batches."""
     results: dict[str, Any] = {}
@@ -74,7 +108,7 @@ def training(cases: dict[str, str], layouts: list[tuple[int, bool]]) -> dict[str
 
 def _train_beside_transformers(folder: str, tp: int, sequence_parallel: bool) -> dict[str, Any]:
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    adam = torch.optim.AdamW(reference.parameters(), lr=ADAM.lr, eps=ADAM.eps, weight_decay=0.0)
+    adam = reference_optimizer(reference)
     actor = make_actor(folder, tp, sequence_parallel)
     vocabulary = reference.config.vocab_size
     prompts, responses = batch(99, vocabulary)
@@ -84,7 +118,8 @@ def _train_beside_transformers(folder: str, tp: int, sequence_parallel: bool) ->
             expected = reference_logprobs(reference, prompts, responses)
         return (actor.logprobs(prompts, responses, 1.0) - expected).abs().max().item()
 
-    before, norms = gap(), []
+    probe = prompts[1] + responses[1]
+    before, norms, logits = gap(), [], [logit_gap(actor, reference, probe)]
     for seed in range(3):
         samples = demonstrations(seed, vocabulary)
         metrics = Update(actor, samples, settings(LossConfig(name="sft"))).run()
@@ -94,9 +129,11 @@ def _train_beside_transformers(folder: str, tp: int, sequence_parallel: bool) ->
         norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), ADAM.clip_grad)
         adam.step()
         norms.append((metrics["grad_norm"], norm.item(), metrics["loss"], loss.item()))
+    logits.append(logit_gap(actor, reference, probe))
     return {
         "before": before,
         "after": gap(),
+        "logits": logits,
         "norms": norms,
         "padding": _padding(actor),
         "equal": _replicas_equal(actor),

@@ -54,6 +54,9 @@ def test_three_updates_equal_transformers(results, name):
     for rank in results[name]:
         assert rank["before"] <= 1e-4
         assert rank["after"] <= 1e-4
+        for logits, entropies in rank["logits"]:
+            assert logits <= 1e-4
+            assert entropies <= 1e-4
         for norm, expected, loss, expected_loss in rank["norms"]:
             assert norm == pytest.approx(expected, rel=2e-6)
             assert loss == pytest.approx(expected_loss, rel=1e-6)

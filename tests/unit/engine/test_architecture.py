@@ -11,6 +11,8 @@ PLAIN = dict(
     intermediate_size=128, vocab_size=100, rope_theta=500.0, rms_norm_eps=1e-5, tie_word_embeddings=False,
 )  # fmt: skip
 
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+
 
 def changed(**changes):
     return architecture_of({**PLAIN, **changes})
@@ -65,7 +67,9 @@ def test_llama3_rope_equals_transformers():
         (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "dynamic"),
         (dict(quantization_config={"bits": 4}), "quantization_config"),
         (dict(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
-        (dict(model_type="qwen3_moe", mlp_only_layers=[0]), "mlp_only_layers"),
+        (dict(model_type="qwen3_moe", mlp_only_layers=[0], **EXPERTS), "mlp_only_layers"),
+        (dict(model_type="qwen3_moe"), "num_experts_per_tok"),
+        (dict(hidden_size=None), "hidden_size"),
     ],
 )
 def test_what_would_change_logits_is_refused_by_name(change, named):

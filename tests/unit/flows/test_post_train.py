@@ -337,3 +337,18 @@ def test_a_pool_with_engines_for_another_model_is_started_anew_before_anything_i
     assert pool.current.stopped == 1
     assert pool.current.released == [2]  # the first lease ended with the pool it was for
     assert "another architecture" in capsys.readouterr().err
+
+
+def test_a_stage_whose_files_were_removed_is_generated_again_by_a_pool_that_remembers_it(config, pool):
+    def kill(op, args, when):
+        if (op, target(args), when) == ("generate", "rollout/step=000000", "after"):
+            pool.current.on_operation = lambda *_: None
+            raise Killed
+
+    pool.current.on_operation = kill
+    with pytest.raises(Killed):
+        train(config)
+    ledger = ledger_of(config)
+    ledger.store.remove_folder(ledger.stage_path("rollout", 0))
+    assert train(config).steps == 4
+    assert operations(pool.current, "generate")["rollout/step=000000"] == 2
