@@ -1,7 +1,8 @@
 """The actor's state as safetensors: each rank writes the part of the optimizer state that it owns.
 
-A part is `flat[start:stop]` of one parameter's tensor parallel shard, for the fp32 master weights and both Adam moments. The
-header says which part of what it is, so that a reader can put shards together without Megatron (export does).
+A part is `flat[start:stop]` of the shard of one weight that the rank holds, for the fp32 master weights and both Adam moments.
+The header says which part of what it is, and the layout which shard, so that a reader can put shards together without
+Megatron (export does). Names are those of the weight map, whatever the pipeline.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.layout import Layout
 from engine.megatron.cpu import megatron_device
 from engine.megatron.optimizer import (
     STATE_NAMES,
@@ -49,7 +51,7 @@ def write(actor: Actor, path: Path, extra: dict[str, Any]) -> None:
     header = {
         "format": FORMAT,
         "rank": torch.distributed.get_rank(),
-        "layout": {"tp": actor.layout.tp, "dp": actor.layout.dp},
+        "layout": actor.layout.to_json(),
         "dtype": str(actor.dtype).removeprefix("torch."),
         "optimizer_steps": actor.optimizer_steps,
         "ranges": ranges,
@@ -72,13 +74,13 @@ def read(actor: Actor, path: Path) -> None:
     """Bring the actor, in place, to the state of this rank's file.
 
     Raises:
-        LayoutMismatch: written with other tensor or data parallel sizes.
+        LayoutMismatch: written under another layout.
     """
     header = read_header(path)
-    stored = header["layout"]
-    if (stored["tp"], stored["dp"]) != (actor.layout.tp, actor.layout.dp):
+    stored = Layout.from_json(header["layout"])
+    if not stored.divides_alike(actor.layout, actor.arch.layers):
         raise LayoutMismatch(
-            f"{path} was written with tp{stored['tp']},dp{stored['dp']} and the pool has {actor.layout}: "
+            f"{path} was written with {stored} and the pool has {actor.layout}: "
             "restore with the same parallel sizes, or export the model and start a new run from it"
         )
     with megatron_device(actor.device), torch.no_grad(), safe_open(path, framework="pt") as file:
@@ -89,5 +91,5 @@ def read(actor: Actor, path: Path) -> None:
             for key in STATE_NAMES:
                 state.tensors[key].copy_(file.get_tensor(f"{name}|{key}"))
         set_adam_step(actor.optimizer, header["optimizer_steps"])
-        publish_master_weights(actor.optimizer, actor.parallel_model)
+        publish_master_weights(actor.optimizer, actor.chunks)
     actor.optimizer_steps = header["optimizer_steps"]

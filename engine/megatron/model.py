@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.layout import Layout, padded_vocabulary
 from engine.megatron.attention import ConcatenatedQKV, PackedAttention
-from engine.megatron.experts import StackedExperts, router_without_transformer_engine
+from engine.megatron.experts import StackedExperts, dispatcher_without_cuda, router_without_transformer_engine
 from engine.megatron.logprobs import token_logprobs
 from engine.megatron.norm import RMSNorm
 from engine.megatron.packing import PackedRow
@@ -25,16 +25,24 @@ from engine.weights.architecture import Architecture
 
 
 class SharedModel(GPTModel):
-    """A decoder that returns token log-probabilities; rope by explicit positions, vocabulary padded as vLLM pads it."""
+    """One chunk of a decoder; rope by explicit positions, vocabulary padded as vLLM pads it.
 
-    def __init__(self, config: TransformerConfig, arch: Architecture) -> None:
+    It returns hidden states: the next chunk takes them, or on the last stage `response_logprobs`.
+    """
+
+    def __init__(self, config: TransformerConfig, arch: Architecture, layout: Layout, pp: int, chunk: int) -> None:
+        """Build chunk number `chunk` of pipeline stage `pp`, whose weights stay to be loaded."""
+        start, stop = layout.chunks(arch.layers)[chunk * layout.pp + pp]
         super().__init__(
             config,
-            layer_spec(config),
+            layer_spec(config, stop - start),
             vocab_size=padded_vocabulary(arch.vocabulary),
             max_sequence_length=arch.max_positions,
             position_embedding_type="none",  # Megatron's rope hard-codes llama3's constants; ours come from the model
             share_embeddings_and_output_weights=arch.tied_embeddings,
+            pre_process=start == 0,
+            post_process=stop == arch.layers,
+            vp_stage=chunk if layout.vpp > 1 else None,
         )
         self.vocabulary = arch.vocabulary
         self.inverse_frequencies = torch.tensor(arch.rope.inverse_frequencies(arch.head_dim), dtype=torch.float32)
@@ -71,8 +79,8 @@ class SharedModel(GPTModel):
         )
 
 
-def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local spec (no Transformer Engine) with our attention, norms and experts."""
+def layer_spec(config: TransformerConfig, layers: int) -> TransformerBlockSubmodules:
+    """Megatron's local spec (no Transformer Engine) with our attention, norms and experts, for a chunk of `layers`."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
     )
@@ -85,7 +93,7 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     if config.num_moe_experts:
         layer.mlp.submodules.experts = StackedExperts
     # The final norm is not part of the layer: without this it would be Megatron's, which refuses sequence parallel.
-    return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
 
 
 def transformer_config(
@@ -111,7 +119,7 @@ def transformer_config(
         tensor_model_parallel_size=layout.tp,
         sequence_parallel=sequence_parallel,
         params_dtype=dtype,
-        pipeline_dtype=dtype,
+        **_pipeline_settings(arch, layout, dtype),
         bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,
         perform_initialization=False,
@@ -121,19 +129,43 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **_expert_settings(arch),
+        **_expert_settings(arch, layout),
     )
 
 
-def _expert_settings(arch: Architecture) -> dict[str, Any]:
-    if not arch.experts:
+def _pipeline_settings(arch: Architecture, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+    if layout.pp == 1:
         return {}
+    chunks = [["decoder"] * (stop - start) for start, stop in layout.chunks(arch.layers)]
+    interleaved = layout.vpp > 1
+    return dict(
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
+        pipeline_model_parallel_layout=[["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]],
+        pipeline_dtype=dtype,
+        variable_seq_lengths=True,
+        deallocate_pipeline_outputs=True,  # what was sent on is kept for its place in the graph, not for its numbers
+        # With two stages, both neighbours of a stage are the same rank: activations and gradients that go to it in one
+        # batch could not be told apart. Sent each by itself they can, and that is what overlapping does.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+    )
+
+
+def _expert_settings(arch: Architecture, layout: Layout) -> dict[str, Any]:
+    if not arch.experts:
+        return dict(moe_token_dispatcher_type="alltoall")  # a pipeline is refused with the default, experts or not
     router_without_transformer_engine()
+    # "allgather" needs equally many tokens on all ranks that share experts: only tensor parallel ranks have that, and
+    # Megatron refuses it where rows differ in length over a pipeline.
+    gathered = layout.ep == 1 and layout.expert_tp <= layout.tp and layout.pp == 1
     return dict(
         num_moe_experts=arch.experts,
         moe_router_topk=arch.experts_per_token,
         moe_ffn_hidden_size=arch.expert_intermediate,
-        moe_token_dispatcher_type="allgather",
+        moe_token_dispatcher_type="allgather" if gathered else "alltoall",
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         # softmax over the chosen k is the renormalised softmax over all
@@ -145,8 +177,15 @@ def initialise_parallel_state(layout: Layout, device: str) -> None:
     """Megatron's process groups for `layout`, over an initialised `torch.distributed`."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
+    )
     if device == "cpu":
+        dispatcher_without_cuda()
         # The embedding forks a CUDA random state under sequence parallel. There is no dropout here: nothing to fork.
         get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
     else:

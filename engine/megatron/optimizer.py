@@ -19,8 +19,11 @@ STATE_NAMES = ("param", "exp_avg", "exp_avg_sq")
 """What Adam keeps for each parameter: the fp32 master weights and the two moments."""
 
 
-def build_optimizer(model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype) -> Any:
-    """AdamW on this rank's share of the fp32 master weights (ZeRO-1 over the data parallel ranks)."""
+def build_optimizer(chunks: list[DistributedDataParallel], config: OptimizerConfig, dtype: torch.dtype) -> Any:
+    """AdamW on this rank's share of the fp32 master weights (ZeRO-1 over the ranks that hold the same weights).
+
+    Experts that are divided otherwise than the rest have an optimizer of their own; Megatron chains the two.
+    """
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -33,7 +36,7 @@ def build_optimizer(model: DistributedDataParallel, config: OptimizerConfig, dty
         bf16=dtype == torch.bfloat16,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(settings, [model])
+    optimizer = get_megatron_optimizer(settings, chunks)
     configure(optimizer, config)
     return optimizer
 
@@ -78,7 +81,7 @@ class ShardState:
 
 
 def shard_states(optimizer: Any, parameters: dict[str, torch.nn.Parameter]) -> Iterator[tuple[str, ShardState]]:
-    """State of every parameter part of this rank, by Megatron name; views, not copies."""
+    """State of every parameter part of this rank, by the names of the weight map; views, not copies."""
     for name, parameter in parameters.items():
         for part in optimizer.chained_optimizers:
             if parameter not in part.model_param_group_index_map:
@@ -122,8 +125,18 @@ def reset_state(optimizer: Any) -> None:
     optimizer.reload_model_params()
 
 
-def publish_master_weights(optimizer: Any, model: DistributedDataParallel) -> None:
+def publish_master_weights(optimizer: Any, chunks: list[DistributedDataParallel]) -> None:
     """Master weights to the model's weights, in place, and to all data parallel ranks."""
     for part in optimizer.chained_optimizers:
         part._copy_main_params_to_model_params()
-    model.start_param_sync(force_sync=True)
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)
+
+
+def device_state(optimizer: Any) -> Iterator[Tensor]:
+    """The tensors that only the optimizer needs: fp32 masters (where the weights are half precision) and Adam's moments."""
+    for part in optimizer.chained_optimizers:
+        for group in part.shard_fp32_from_float16_groups:
+            yield from (tensor for tensor in group if tensor is not None)
+        for state in part.optimizer.state.values():
+            yield from (state[name] for name in ("exp_avg", "exp_avg_sq") if name in state)

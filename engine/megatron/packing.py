@@ -15,7 +15,8 @@ class PackedRow:
     """One micro-batch: sequences end to end.
 
     Attributes:
-        ids: [1, tokens] int64, the sequences and, with sequence parallel, a throw-away tail that makes tokens divisible.
+        ids: [1, tokens] int64, the sequences and a throw-away tail: with sequence parallel it makes tokens divisible, without
+            any sequence it is all there is.
         positions: [1, tokens] int64, each token's place in its own sequence.
         targets: [tokens] int64, the following token of the same sequence (0 where there is none).
         response: [response tokens] int64, where the row holds the prediction of each response token, sequence by sequence.
@@ -32,11 +33,12 @@ class PackedRow:
 def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], multiple: int, device: str) -> PackedRow:
     """Lay prompts + responses end to end; the row's length is made a multiple of `multiple` (sequence parallel).
 
-    A prompt needs at least one token: the first response token is predicted from the prompt's last one.
+    A prompt needs at least one token: the first response token is predicted from the prompt's last one. Without any sequence
+    the row holds `multiple` throw-away tokens, for a rank that takes part in the others' communication.
     """
     sequences = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
     total = sum(map(len, sequences))
-    if fill := -total % multiple:
+    if fill := -total % multiple if sequences else multiple:
         sequences.append([0] * fill)
     lengths = torch.tensor([len(s) for s in sequences])
     edges = torch.zeros(len(sequences) + 1, dtype=torch.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,9 +43,9 @@ class UpdateSettings:
 
 
 class Meter:
-    """Sums of metrics on this rank, reduced over the data parallel group once, at the end.
+    """Sums of metrics on this rank, added up over all ranks once, at the end.
 
-    The names are fixed beforehand: a rank without a sample takes part in the reduction with zeros.
+    The names are fixed beforehand: a rank without a sample, or of another than the last pipeline stage, takes part with zeros.
     """
 
     def __init__(self, names: list[str], device: str) -> None:
@@ -54,10 +55,10 @@ class Meter:
         """Add a scalar; raises KeyError for a name that the other ranks would not reduce."""
         self.sums[name] += value.detach().double()
 
-    def total(self, group: torch.distributed.ProcessGroup) -> dict[str, float]:
-        """The sums over all data parallel ranks."""
+    def total(self, actor: Actor) -> dict[str, float]:
+        """The sums over all samples, equal on every rank."""
         values = torch.stack(list(self.sums.values()))
-        torch.distributed.all_reduce(values, group=group)
+        actor.sum_over_ranks(values)
         return dict(zip(self.sums, values.tolist(), strict=True))
 
 
@@ -76,7 +77,8 @@ def mini_batches(count: int, size: int | None, seed: int) -> list[list[int]]:
 class Update:
     """Runs one update on one rank. All ranks must be given the same samples and settings.
 
-    A sample stays on one rank for all epochs, so its old log-probabilities are computed once, where they are needed.
+    A sample stays on one model replica for all epochs, so its old log-probabilities are computed once, and kept where the loss
+    needs them: on the last pipeline stage.
     """
 
     def __init__(self, actor: Actor, samples: Samples, settings: UpdateSettings) -> None:
@@ -104,43 +106,57 @@ class Update:
                 on_step(number + 1, total)
         return self._metrics(norms, rates)
 
-    def _mine(self, indices: list[int]) -> list[list[int]]:
-        """This rank's micro-batches (sample indices) of a mini-batch."""
+    def _micro_batches(self, indices: list[int]) -> tuple[list[list[int]], int]:
+        """This replica's micro-batches (sample indices) of a mini-batch, and the highest number that any replica has."""
         lengths = self.samples.lengths
-        share = balanced_split([lengths[i] for i in indices], self.actor.layout.dp)[self.actor.dp_rank]
-        mine = [indices[i] for i in share]
-        packs = pack_by_tokens([lengths[i] for i in mine], self.settings.max_tokens_per_micro_batch)
-        return [[mine[i] for i in members] for members in packs]
+        packs = []
+        for share in balanced_split([lengths[i] for i in indices], self.actor.layout.dp):
+            members = [indices[i] for i in share]
+            bins = pack_by_tokens([lengths[i] for i in members], self.settings.max_tokens_per_micro_batch)
+            packs.append([[members[i] for i in packed] for packed in bins])
+        return packs[self.actor.coordinates.dp], max(map(len, packs))
+
+    def _run(self, indices: list[int], loss: Callable[[list[int], Tensor, Tensor], Tensor], forward_only: bool) -> None:
+        """A mini-batch through the model; `loss` gets the samples of a micro-batch, their log-probabilities and entropies."""
+        members, count = self._micro_batches(indices)
+        parts = [self.samples.select(part) for part in members]
+        self.actor.run(
+            [(part.prompts, part.responses) for part in parts],
+            count,
+            self.settings.temperature,
+            lambda number, logprobs, entropies: loss(members[number], logprobs, entropies),
+            forward_only=forward_only,
+        )
 
     def _compute_old_logprobs(self) -> None:
-        for indices in self.steps:
-            for members in self._mine(indices):
-                part = self.samples.select(members)
-                with torch.no_grad():
-                    values = self.actor.forward(part.prompts, part.responses, self.settings.temperature)[0]
-                pieces = values.split([len(r) for r in part.responses])
-                self.old.update(zip(members, pieces, strict=True))
+        def keep(members: list[int], logprobs: Tensor, entropies: Tensor) -> Tensor:
+            pieces = logprobs.split([len(self.samples.responses[i]) for i in members])
+            self.old.update(zip(members, pieces, strict=True))
+            return logprobs
+
+        with torch.no_grad():
+            for indices in self.steps:
+                self._run(indices, keep, forward_only=True)
 
     def _optimizer_step(self, indices: list[int]) -> tuple[float, float]:
         whole = self.samples.select(indices)
         totals = Totals(whole.trained_tokens, whole.trained_sequences, self.settings.horizon)
         self.actor.zero_gradients()
-        for members in self._mine(indices):
-            self._micro_batch(members, totals)
+        self._run(indices, partial(self._loss, totals=totals), forward_only=False)
         return self.actor.optimizer_step()
 
-    def _micro_batch(self, members: list[int], totals: Totals) -> None:
+    def _loss(self, members: list[int], logprobs: Tensor, entropies: Tensor, totals: Totals) -> Tensor:
+        """The micro-batch's share of the loss; its metrics are counted on the way."""
         part, config = self.samples.select(members), self.settings.loss
-        logprobs, entropies = self.actor.forward(part.prompts, part.responses, self.settings.temperature)
         mask, lengths = self._flat(part.masks), [len(r) for r in part.responses]
         old = torch.cat([self.old[i] for i in members]) if self.old else logprobs.detach()
         result = self._token_loss(logprobs, old, part)
         loss = aggregate(result.loss, mask, lengths, config.aggregation, totals)
         if config.entropy_coef:
             loss = loss - config.entropy_coef * aggregate(entropies, mask, lengths, config.aggregation, totals)
-        loss.backward()
         self.meter.add("loss", loss)
         self._measure(part, mask, logprobs.detach(), old, entropies.detach(), result)
+        return loss
 
     def _token_loss(self, logprobs: Tensor, old: Tensor, part: Samples) -> TokenLoss:
         config = self.settings.loss
@@ -173,7 +189,7 @@ class Update:
         return torch.tensor([x for row in rows for x in row], dtype=torch.float32, device=self.actor.device)
 
     def _metrics(self, norms: list[float], rates: list[float]) -> dict[str, float]:
-        sums = self.meter.total(self.actor.data_parallel_group)
+        sums = self.meter.total(self.actor)
         steps, tokens = len(norms), max(1.0, sums.pop("tokens", 0.0))
         metrics = {"loss": sums.pop("loss", 0.0) / steps}
         metrics |= {name: value / tokens for name, value in sums.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,18 +16,27 @@ from engine.megatron.cpu import megatron_device
 from engine.megatron.model import SharedModel, initialise_parallel_state, transformer_config
 from engine.megatron.optimizer import build_optimizer, configure, learning_rate, reset_state, set_learning_rate
 from engine.megatron.packing import pack
+from engine.megatron.schedule import Loss, run_rows
 from engine.weights.architecture import Architecture
 from engine.weights.huggingface import load_folder
-from engine.weights.map import weight_map
+from engine.weights.map import megatron_places, weight_map
 
 Tokens = list[list[int]]
+MicroBatch = tuple[Tokens, Tokens]
+"""Prompts and responses of the sequences that go through the model in one row."""
 
 
 class Actor:
     """One rank's part of the policy. `torch.distributed` must be initialised with `layout.world_size` ranks.
 
-    The order matters: build, read the weights, give them to Megatron's data parallel buffer (which moves them, once), build the
+    The order matters: build, read the weights, give them to Megatron's data parallel buffers (which move them, once), build the
     optimizer. From then on no parameter's address changes, so vLLM and its CUDA graphs can keep them.
+
+    Attributes:
+        coordinates: this rank's place in `layout`.
+        chunks: its parts of the model, in model order; more than one with a virtual pipeline.
+        parameters: name in the weight map (global layer numbers) to this rank's parameter, over all chunks.
+        shards: the same names to the part of the weight that the parameter is.
     """
 
     def __init__(
@@ -43,47 +53,91 @@ class Actor:
         self.arch, self.layout, self.device, self.dtype = arch, layout, device, dtype
         self.row_multiple = layout.tp if sequence_parallel else 1
         self.optimizer_steps = 0
-        rank = torch.distributed.get_rank()
-        self.tp_rank, self.dp_rank = layout.tp_rank(rank), layout.dp_rank(rank)
+        self.coordinates = layout.coordinates(torch.distributed.get_rank())
         self.optimizer_config = optimizer
         with megatron_device(device):
             initialise_parallel_state(layout, device)
             config = transformer_config(arch, layout, sequence_parallel, dtype)
-            model = SharedModel(config, arch)
+            models = [SharedModel(config, arch, layout, self.coordinates.pp, chunk) for chunk in range(layout.vpp)]
             if device == "cuda":
-                model = model.cuda()
-            self.model = model
-            mark_divided(self.parameters, arch)
-            load_folder(self.parameters, arch, folder, layout.tp, self.tp_rank)
-            self.parallel_model = DistributedDataParallel(config, _buffer_config(), model)
-            self.optimizer = build_optimizer(self.parallel_model, optimizer, dtype)
+                models = [model.cuda() for model in models]
+            self._name_parameters(models)
+            load_folder(self.parameters, arch, folder, self.shards)
+            self.chunks = [
+                DistributedDataParallel(config, _buffer_config(), model, disable_bucketing=number > 0)
+                for number, model in enumerate(models)
+            ]
+            self.optimizer = build_optimizer(self.chunks, optimizer, dtype)
 
-    @property
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Megatron name to parameter; a tied head is not listed twice."""
-        return dict(self.model.named_parameters())
+    def _name_parameters(self, models: list[SharedModel]) -> None:
+        """Find the weight map's parameters, and tell Megatron which are divided: its gradient norm counts the others once.
+
+        Its layers would mark them while drawing random weights, which is skipped here.
+        """
+        weights = {weight.megatron: weight for weight in weight_map(self.arch)}
+        places = megatron_places(tuple(weights.values()), self.layout, self.arch.layers, self.coordinates.pp)
+        named = [dict(model.named_parameters()) for model in models]
+        self.parameters: dict[str, torch.nn.Parameter] = {
+            name: named[place.chunk][place.name] for name, place in places.items()
+        }
+        self.shards = {name: weights[name].shard(self.layout, self.coordinates) for name in places}
+        for name, parameter in self.parameters.items():
+            axis, stacked = weights[name].axis, weights[name].stacked
+            parameter.tensor_model_parallel = axis is not None  # type: ignore[attr-defined]
+            parameter.partition_dim = -1 if axis is None else axis + stacked  # type: ignore[attr-defined]
+            parameter.partition_stride = 1  # type: ignore[attr-defined]
 
     def load(self, folder: str | Path, optimizer: OptimizerConfig) -> None:
         """Other weights of the same architecture, in place, with a fresh optimizer."""
         with megatron_device(self.device):
-            load_folder(self.parameters, self.arch, folder, self.layout.tp, self.tp_rank)
+            load_folder(self.parameters, self.arch, folder, self.shards)
             reset_state(self.optimizer)
             configure(self.optimizer, optimizer)
         self.optimizer_config, self.optimizer_steps = optimizer, 0
 
-    def forward(self, prompts: Tokens, responses: Tokens, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [response tokens], responses end to end, with gradient if enabled."""
-        row = pack(prompts, responses, self.row_multiple, self.device)
-        hidden = self.parallel_model(row.ids, row.positions, None, packed_seq_params=row.attention)
-        return self.model.response_logprobs(hidden, row, temperature)
+    def run(
+        self, batches: Sequence[MicroBatch], count: int, temperature: float, loss: Loss, *, forward_only: bool = False
+    ) -> None:
+        """Run micro-batches forward and, unless `forward_only`, backward, adding to the gradients.
+
+        Args:
+            batches: the same on all ranks of a model replica.
+            count: at least as many, the same on all ranks: they share experts. The rest is filled with empty micro-batches,
+                and up to a multiple of the stages for an interleaved pipeline; they change no gradient.
+            temperature: divides the logits.
+            loss: called on the last pipeline stage with the number, the log-probabilities and the entropies of each of
+                `batches`; returns what backward starts from.
+            forward_only: no backward; call it without gradients.
+        """
+        multiple = self.layout.pp if self.layout.vpp > 1 else 1
+        total = multiple * max(1, -(-count // multiple))
+        filled = [*batches, *[([], [])] * (total - len(batches))]
+        rows = [pack(*batch, self.row_multiple, self.device) for batch in filled]
+
+        def loss_of_any(number: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+            return loss(number, logprobs, entropies) if number < len(batches) else logprobs.sum()
+
+        run_rows(self.chunks, rows, temperature, loss_of_any, forward_only=forward_only)
 
     def logprobs(self, prompts: Tokens, responses: Tokens, temperature: float) -> Tensor:
-        """Log-probabilities [response tokens] fp32 without gradient; every tensor parallel rank gets them all."""
+        """Log-probabilities [response tokens] fp32 without gradient, on every rank of the model replica.
+
+        Every replica must call it equally often when replicas share experts.
+        """
+        found = torch.zeros(sum(map(len, responses)), dtype=torch.float32, device=self.device)
+
+        def keep(_: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+            return found.copy_(logprobs)
+
         with torch.no_grad(), megatron_device(self.device):
-            return self.forward(prompts, responses, temperature)[0]
+            self.run([(prompts, responses)], 1, temperature, keep, forward_only=True)
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            torch.distributed.broadcast(found, last, group=parallel_state.get_pipeline_model_parallel_group())
+        return found
 
     def zero_gradients(self) -> None:
-        self.parallel_model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def optimizer_step(self) -> tuple[float, float]:
@@ -92,7 +146,7 @@ class Actor:
         Raises:
             FloatingPointError: the gradient is not finite; the weights are as before.
         """
-        finalize_model_grads([self.parallel_model])
+        finalize_model_grads(self.chunks)
         rate = learning_rate(self.optimizer_config, self.optimizer_steps + 1)
         set_learning_rate(self.optimizer, rate)
         for part in self.optimizer.chained_optimizers:
@@ -116,21 +170,10 @@ class Actor:
                 if parameter.grad is not None:
                     parameter.grad.mul_(limit / (norm + 1e-6))
 
-    @property
-    def data_parallel_group(self) -> torch.distributed.ProcessGroup:
-        return parallel_state.get_data_parallel_group()
-
-
-def mark_divided(parameters: dict[str, torch.nn.Parameter], arch: Architecture) -> None:
-    """Tell Megatron which parameters are divided over tensor parallel ranks: its gradient norm counts the others once.
-
-    Its layers would mark them while drawing random weights, which is skipped here.
-    """
-    for weight in weight_map(arch):
-        parameter = parameters[weight.megatron]
-        parameter.tensor_model_parallel = weight.axis is not None  # type: ignore[attr-defined]
-        parameter.partition_dim = -1 if weight.axis is None else weight.axis + weight.stacked  # type: ignore[attr-defined]
-        parameter.partition_stride = 1  # type: ignore[attr-defined]
+    def sum_over_ranks(self, values: Tensor) -> None:
+        """Add up, in place, what the last pipeline stages hold (zeros elsewhere): over data, then over pipeline ranks."""
+        torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group())
+        torch.distributed.all_reduce(values, group=parallel_state.get_pipeline_model_parallel_group())
 
 
 def _buffer_config() -> DistributedDataParallelConfig:

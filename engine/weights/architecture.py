@@ -11,28 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.layout import padded_vocabulary
+from engine.layout import Layout, padded_vocabulary
+from engine.weights.families import FAMILIES, Family
 
 
 class UnsupportedModel(ValueError):
     """The model's file asks for something that the engine cannot reproduce exactly."""
 
-
-@dataclass(frozen=True)
-class Family:
-    """What distinguishes one supported `model_type` from the plain Llama block."""
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: bool = False
-
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
-    "qwen3_moe": Family(qk_norm=True, experts=True),
-}
 
 _MUST_BE = {
     "hidden_act": ("silu", "swish"),
@@ -53,7 +38,13 @@ _MUST_BE = {
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 """Sizes without which nothing can be built."""
 
-_NEEDED_BY_EXPERTS = ("num_experts_per_tok", "moe_intermediate_size")
+_NEEDED_BY_EXPERTS = {
+    "qwen3_moe": ("num_experts_per_tok", "num_experts", "moe_intermediate_size"),
+    "mixtral": ("num_experts_per_tok", "num_local_experts"),
+}
+
+_SECOND_NAMES = {"num_experts": "num_local_experts"}
+"""Names under which transformers 5 saves a field that older files have under the first."""
 
 
 @dataclass(frozen=True)
@@ -112,22 +103,59 @@ class Architecture:
     def family(self) -> Family:
         return FAMILIES[self.model_type]
 
-    def layout_problems(self, tensor_parallel_size: int, sequence_parallel: bool = False) -> list[str]:
-        """Why this model cannot be divided over that many devices; empty when it can."""
-        tp = tensor_parallel_size
-        sizes = {
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "intermediate_size": self.expert_intermediate or self.intermediate,
-            "the padded vocabulary": padded_vocabulary(self.vocabulary),
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The dimensions that the families' tables name."""
+        return {
+            "hidden": self.hidden,
+            "query": self.heads * self.head_dim,
+            "key_value": self.kv_heads * self.head_dim,
+            "head": self.head_dim,
+            "intermediate": self.intermediate,
+            "vocabulary": self.vocabulary,
+            "experts": self.experts,
+            "expert_intermediate": self.expert_intermediate,
         }
-        left = [f"{name} {size}" for name, size in sizes.items() if size % tp]
-        problems = [f"tensor_parallel_size {tp} does not divide {', '.join(left)} of {self.model_type}"] if left else []
-        if sequence_parallel and tp == 1:
+
+    def training_problems(self, layout: Layout, sequence_parallel: bool = False) -> list[str]:
+        """Why this model cannot be trained in that layout; empty when it can."""
+        problems = self.layout_problems(layout)
+        if self.kv_heads % layout.tp:
+            problems.append(
+                f"tensor_parallel_size {layout.tp} does not divide num_key_value_heads {self.kv_heads} of {self.model_type}:"
+                " training does not replicate heads (generation does)"
+            )
+        if sequence_parallel and layout.tp == 1:
             problems.append("sequence_parallel needs tensor_parallel_size > 1")
-        if self.experts and tp > 1 and not sequence_parallel:
+        if self.experts and layout.tp > 1 and not sequence_parallel:
             problems.append("a mixture of experts with tensor_parallel_size > 1 needs sequence_parallel")
         return problems
+
+    def layout_problems(self, layout: Layout) -> list[str]:
+        """Why this model cannot be divided so, for training or generation; empty when it can."""
+        problems = layout.problems(self.layers)
+        dense = {
+            "num_attention_heads": self.heads,
+            "the padded vocabulary": padded_vocabulary(self.vocabulary),
+        } | ({} if self.experts else {"intermediate_size": self.intermediate})
+        problems += self._undivided("tensor_parallel_size", layout.tp, dense)
+        if self.kv_heads % layout.tp and layout.tp % self.kv_heads:
+            problems.append(
+                f"tensor_parallel_size {layout.tp} neither divides nor is a multiple of num_key_value_heads {self.kv_heads}"
+            )
+        if self.experts:
+            sizes = {"the experts' intermediate size": self.expert_intermediate}
+            problems += self._undivided("expert_tensor_parallel_size", layout.expert_tp, sizes)
+            problems += self._undivided("expert_parallel_size", layout.ep, {"experts": self.experts})
+        elif layout.ep > 1:
+            problems.append(
+                f"expert_parallel_size {layout.ep} needs a mixture of experts, which {self.model_type} is not"
+            )
+        return problems
+
+    def _undivided(self, setting: str, parts: int, sizes: dict[str, int]) -> list[str]:
+        left = [f"{name} {size}" for name, size in sizes.items() if size % parts]
+        return [f"{setting} {parts} does not divide {', '.join(left)} of {self.model_type}"] if left else []
 
 
 def read_architecture(folder: str | Path) -> Architecture:
@@ -163,8 +191,14 @@ def architecture_of(config: dict[str, Any], where: str = "the model") -> Archite
     ]
     if any(kind != "full_attention" for kind in config.get("layer_types") or []):
         problems.append("layer_types other than full_attention")
-    needed = _NEEDED + (_NEEDED_BY_EXPERTS if FAMILIES[model_type].experts else ())
-    missing = [field for field in needed if not isinstance(config.get(field), int)]
+    if model_type == "mixtral" and config.get("sliding_window") is not None:  # qwen has the field beside its own switch
+        problems.append(f"sliding_window={config['sliding_window']!r}")
+    needed = _NEEDED + _NEEDED_BY_EXPERTS.get(model_type, ())
+    missing = [
+        field
+        for field in needed
+        if not isinstance(config.get(field), int) and not isinstance(config.get(_SECOND_NAMES.get(field, field)), int)
+    ]
     if missing:
         raise UnsupportedModel(f"{where}: config.json does not give {', '.join(missing)}")
     rope, rope_problem = _read_rope(config)
@@ -177,7 +211,8 @@ def architecture_of(config: dict[str, Any], where: str = "the model") -> Archite
 
 def _build(model_type: str, config: dict[str, Any], rope: Rope) -> Architecture:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    moe = FAMILIES[model_type].experts
+    family = FAMILIES[model_type]
+    experts = (config.get("num_experts") or config.get("num_local_experts") or 0) if family.experts else 0
     return Architecture(
         model_type=model_type,
         layers=config["num_hidden_layers"],
@@ -191,10 +226,10 @@ def _build(model_type: str, config: dict[str, Any], rope: Rope) -> Architecture:
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope=rope,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        experts=(config.get("num_experts") or config.get("num_local_experts") or 0) if moe else 0,
-        experts_per_token=config.get("num_experts_per_tok", 0) if moe else 0,
-        expert_intermediate=config.get("moe_intermediate_size", 0) if moe else 0,
-        normalise_top_k=bool(config.get("norm_topk_prob", False)),
+        experts=experts,
+        experts_per_token=config["num_experts_per_tok"] if experts else 0,
+        expert_intermediate=config.get("moe_intermediate_size") or config["intermediate_size"] if experts else 0,
+        normalise_top_k=family.always_normalises_top_k or bool(config.get("norm_topk_prob", False)),
     )
 
 

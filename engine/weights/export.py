@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -18,9 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.weights.architecture import Architecture, read_architecture
+from engine.layout import Layout
+from engine.weights.architecture import read_architecture
 from engine.weights.huggingface import huggingface_tensors
-from engine.weights.map import Weight, weight_map
+from engine.weights.map import Shard, Weight, weight_map
 from engine.weights.sources import copy_small_files
 from storage.filesystem import Store
 from storage.integrity import verify_file
@@ -55,7 +57,7 @@ def export(run_uri: str, step: int, target: Path) -> Path:
         files = [_fetch(ledger.store, manifest, entry, Path(scratch)) for entry in manifest.files]
         checkpoint = CheckpointFiles(files)
         source = Path(checkpoint.model_folder)
-        _write_weights(checkpoint, read_architecture(source), target)
+        write_weights(checkpoint, target)
     copy_small_files(source, target)
     _set_dtype(target / "config.json", checkpoint.dtype)
     return target
@@ -79,26 +81,32 @@ class CheckpointFiles:
         self._files = [safe_open(path, framework="pt").__enter__() for path in paths]
         self._headers = [json.loads(file.metadata()["onecopy"]) for file in self._files]
         first = self._headers[0]
-        self.tp: int = first["layout"]["tp"]
+        self.layout = Layout.from_json(first["layout"])
         self.dtype: str = first["dtype"]
         self.model_folder: str = first["model_folder"]
 
-    def shards(self, weight: Weight) -> list[Tensor]:
-        """The fp32 master weights of one parameter, a tensor for each tensor parallel rank."""
-        shape = weight.shard_shape(self.tp)
-        shards = [torch.full((torch.Size(shape).numel(),), float("nan")) for _ in range(self.tp)]
+    def shards(self, weight: Weight) -> dict[Shard, Tensor]:
+        """The fp32 master weights of one parameter, by the part of it that they are."""
+        places = [weight.shard(self.layout, self.layout.coordinates(rank)) for rank in range(self.layout.world_size)]
+        flat = {shard: torch.full((math.prod(weight.shard_shape(shard)),), float("nan")) for shard in places}
         for file, header in zip(self._files, self._headers, strict=True):
             if weight.megatron in header["ranges"]:
                 start, stop = header["ranges"][weight.megatron]
-                shards[header["rank"] % self.tp][start:stop] = file.get_tensor(f"{weight.megatron}|param")
-        if any(bool(shard.isnan().any()) for shard in shards):
+                flat[places[header["rank"]]][start:stop] = file.get_tensor(f"{weight.megatron}|param")
+        if any(bool(values.isnan().any()) for values in flat.values()):
             raise ExportError(
                 f"the checkpoint does not hold all of {weight.megatron}, or holds numbers that are not finite"
             )
-        return [shard.view(shape) for shard in shards]
+        return {shard: values.view(weight.shard_shape(shard)) for shard, values in flat.items()}
 
 
-def _write_weights(checkpoint: CheckpointFiles, arch: Architecture, target: Path) -> None:
+def write_weights(checkpoint: CheckpointFiles, target: Path) -> None:
+    """Write the model's safetensors files to the folder `target`.
+
+    Raises:
+        ExportError: the checkpoint's files do not hold all of the model.
+    """
+    arch = read_architecture(checkpoint.model_folder)
     dtype = getattr(torch, checkpoint.dtype)
     groups: list[dict[str, Tensor]] = [{}]
     sizes = [0]

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine.weights.architecture import Architecture
-from engine.weights.map import Piece, Weight, weight_map
+from engine.weights.map import Piece, Shard, Weight, weight_map
 
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
@@ -74,14 +74,14 @@ def _some(names: list[str]) -> str:
 
 
 def load_folder(
-    parameters: Mapping[str, Tensor], arch: Architecture, folder: str | Path, tp: int, tp_rank: int
+    parameters: Mapping[str, Tensor], arch: Architecture, folder: str | Path, shards: Mapping[str, Shard]
 ) -> None:
     """Copy a folder's weights into Megatron's parameters, in place (addresses stay).
 
     Args:
-        parameters: Megatron name to this rank's parameter, every one of the weight map.
+        parameters: name in the weight map to this rank's parameter; those of other pipeline stages are missing.
         folder: Hugging Face folder.
-        tp, tp_rank: the tensor parallel size and this rank's place in it.
+        shards: the same names to the part that this rank holds.
 
     Raises:
         FileNotFoundError, WeightsMismatch: see above.
@@ -90,54 +90,53 @@ def load_folder(
     check_names(arch, files.names)
     with torch.no_grad():
         for weight in weight_map(arch):
-            fill_shard(parameters[weight.megatron], weight, files.slice, tp, tp_rank)
+            if weight.megatron in parameters:
+                fill_shard(parameters[weight.megatron], weight, files.slice, shards[weight.megatron])
 
 
-def fill_shard(target: Tensor, weight: Weight, slice_of: Any, tp: int, tp_rank: int) -> None:
-    """Write one rank's shard of `weight` into `target`; `slice_of(name)` gives an indexable whole tensor."""
-    if target.shape != weight.shard_shape(tp):
+def fill_shard(target: Tensor, weight: Weight, slice_of: Any, shard: Shard) -> None:
+    """Write one shard of `weight` into `target`; `slice_of(name)` gives an indexable whole tensor."""
+    if target.shape != weight.shard_shape(shard):
         raise WeightsMismatch(
-            f"{weight.megatron}: {tuple(target.shape)} in memory, {weight.shard_shape(tp)} in the weight map"
+            f"{weight.megatron}: {tuple(target.shape)} in memory, {weight.shard_shape(shard)} in the weight map"
         )
-    for number, row in enumerate(weight.pieces):
-        part = target[number] if weight.stacked else target
-        if weight.vocabulary:
-            part.zero_()  # rows beyond the real vocabulary
-        start = 0
-        for piece in row:
-            values = _read(slice_of(piece.name), piece, weight, tp, tp_rank)
+    if weight.vocabulary:
+        target.zero_()  # rows beyond the real vocabulary
+    for number, expert in enumerate(weight.experts(shard)):
+        part, start = (target[number] if weight.stacked else target), 0
+        for piece in weight.pieces[expert]:
+            tensor = slice_of(piece.name)
+            _check_shape(tensor, piece)
             if weight.axis is None:
-                part.copy_(values)
-            else:
-                part.narrow(weight.axis, start, values.shape[weight.axis]).copy_(values)
-                start += values.shape[weight.axis]
+                part.copy_(tensor[:])
+                continue
+            a, b = weight.bounds(piece, shard)
+            values = tensor[a:b] if weight.axis == 0 else tensor[:, a:b]  # ends at the real vocabulary
+            part.narrow(weight.axis, start, values.shape[weight.axis]).copy_(values)
+            start += b - a
 
 
-def _read(tensor: Any, piece: Piece, weight: Weight, tp: int, tp_rank: int) -> Tensor:
+def _check_shape(tensor: Any, piece: Piece) -> None:
     shape = tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
     if shape != piece.shape:
         raise WeightsMismatch(f"{piece.name} has shape {shape} in the file, {piece.shape} by config.json")
-    if weight.axis is None:
-        return tensor[:]
-    a, b = weight.piece_range(piece, tp, tp_rank)
-    return tensor[a:b] if weight.axis == 0 else tensor[:, a:b]
 
 
-def huggingface_tensors(weight: Weight, shards: list[Tensor]) -> dict[str, Tensor]:
-    """The whole Hugging Face tensors of one parameter, from its shard on every tensor parallel rank."""
-    tp = len(shards)
-    out: dict[str, Tensor] = {}
-    for number, row in enumerate(weight.pieces):
-        parts = [shard[number] for shard in shards] if weight.stacked else shards
-        if weight.axis is None:
-            out[row[0].name] = parts[0].clone()
-            continue
-        starts = [0] * tp
-        for piece in row:
-            columns = []
-            for rank, part in enumerate(parts):
-                a, b = weight.piece_range(piece, tp, rank)
-                columns.append(part.narrow(weight.axis, starts[rank], b - a))
-                starts[rank] += b - a
-            out[piece.name] = torch.cat(columns, weight.axis).contiguous()
+def huggingface_tensors(weight: Weight, shards: Mapping[Shard, Tensor]) -> dict[str, Tensor]:
+    """The whole Hugging Face tensors of one parameter, from all its shards."""
+    first = next(iter(shards.values()))
+    out = {piece.name: first.new_empty(piece.shape) for piece in weight.all_pieces()}
+    for shard, tensor in shards.items():
+        for number, expert in enumerate(weight.experts(shard)):
+            part, start = (tensor[number] if weight.stacked else tensor), 0
+            for piece in weight.pieces[expert]:
+                if weight.axis is None:
+                    out[piece.name].copy_(part)
+                    continue
+                a, b = weight.bounds(piece, shard)
+                real = min(b, piece.shape[weight.axis]) - min(a, piece.shape[weight.axis])
+                out[piece.name].narrow(weight.axis, min(a, piece.shape[weight.axis]), real).copy_(
+                    part.narrow(weight.axis, start, real)
+                )
+                start += b - a
     return out

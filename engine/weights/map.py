@@ -1,26 +1,43 @@
-"""The weight map: for every parameter, its names in Hugging Face, Megatron and vLLM, and how it is divided.
+"""The weight map: for every parameter of a model, its names in Hugging Face, Megatron and vLLM, and how it is divided.
 
-The single source for loading, export, binding vLLM to Megatron's memory, and checkpoints. Importable without torch.
-Adding a family means adding rows here (and its switches to `architecture.FAMILIES`).
+The single source for loading, export, binding vLLM, resharding and checkpoints; made from the family's table
+(families.py) and the model's sizes. Importable without torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from engine.layout import padded_vocabulary
+from engine.layout import Coordinates, Layout, padded_vocabulary
 from engine.weights.architecture import Architecture
+from engine.weights.families import EMBEDDING, FINAL_NORM, HEAD, Row
 
 Shape = tuple[int, ...]
 
 
+class Shard(NamedTuple):
+    """One of the equal parts of a parameter: `part` of `parts` along its axis, `expert_part` of `expert_parts` of the experts."""
+
+    parts: int = 1
+    part: int = 0
+    expert_parts: int = 1
+    expert_part: int = 0
+
+
 @dataclass(frozen=True)
 class Piece:
-    """One Hugging Face tensor (its whole, undivided shape)."""
+    """One Hugging Face tensor: its name and its whole, undivided shape.
+
+    Attributes:
+        units: the most parts that it can be divided into (key and value heads); more ranks hold copies. 0: no limit.
+    """
 
     name: str
     shape: Shape
+    units: int = 0
 
 
 @dataclass(frozen=True)
@@ -28,11 +45,14 @@ class Weight:
     """One Megatron parameter, which is one vLLM parameter, made of one or more Hugging Face tensors.
 
     Attributes:
-        megatron: the parameter's name in the Megatron model.
-        vllm: every name under which vLLM's model lists it (tied heads have two).
+        megatron: the parameter's name in an undivided Megatron model.
+        vllm: every name under which vLLM's model may list it (tied heads have two).
         pieces: Hugging Face tensors in fusion order along `axis`; with `stacked`, one row of pieces an expert.
         axis: the pieces' axis that is divided over tensor parallel ranks, each piece by itself; None: every rank has it whole.
+        stacked: experts, stacked in front; divided over expert parallel ranks too.
         vocabulary: rows are token ids, padded with zeros to a multiple of 64 before they are divided.
+        layer: the layer it belongs to; None: an end of the model.
+        first, last: it belongs to the first or the last pipeline stage (a tied embedding to both).
     """
 
     megatron: str
@@ -41,103 +61,130 @@ class Weight:
     axis: int | None = None
     stacked: bool = False
     vocabulary: bool = False
+    layer: int | None = None
+    first: bool = False
+    last: bool = False
 
     def all_pieces(self) -> Iterator[Piece]:
         for row in self.pieces:
             yield from row
 
-    def shard_shape(self, tp: int) -> Shape:
-        """Shape of the parameter on one of `tp` tensor parallel ranks."""
+    def shard(self, layout: Layout, at: Coordinates) -> Shard:
+        """The part that a rank with these coordinates holds, if its pipeline stage holds the weight at all."""
+        if self.stacked:
+            return Shard(layout.expert_tp, at.etp, layout.ep, at.ep)
+        return Shard(layout.tp, at.tp) if self.axis is not None else Shard()
+
+    def stages(self, layout: Layout, stage_of_layer: list[int]) -> tuple[int, ...]:
+        """Pipeline stages that hold it; `stage_of_layer` as `layout.stage_of_layer` gives it."""
+        if self.layer is not None:
+            return (stage_of_layer[self.layer],)
+        ends = {0: self.first, layout.pp - 1: self.last}  # with one stage the two are the same
+        return (0,) if layout.pp == 1 else tuple(stage for stage, here in ends.items() if here)
+
+    def bounds(self, piece: Piece, shard: Shard) -> tuple[int, int]:
+        """Start and stop of a shard's slice of a piece along `axis`, the vocabulary's padding counted as its rows."""
+        assert self.axis is not None
+        size = padded_vocabulary(piece.shape[0]) if self.vocabulary else piece.shape[self.axis]
+        parts = min(shard.parts, piece.units) if piece.units else shard.parts
+        share = size // parts
+        part = shard.part * parts // shard.parts
+        return part * share, (part + 1) * share
+
+    def numbers(self, piece: Piece) -> int:
+        """Elements of a piece in memory, the vocabulary's padding included."""
+        return padded_vocabulary(piece.shape[0]) * piece.shape[1] if self.vocabulary else math.prod(piece.shape)
+
+    def experts(self, shard: Shard) -> range:
+        """Rows of `pieces` that a shard holds."""
+        count = len(self.pieces) // shard.expert_parts
+        return range(shard.expert_part * count, (shard.expert_part + 1) * count)
+
+    def shard_shape(self, shard: Shard) -> Shape:
+        """Shape of the parameter on a rank that holds that shard."""
         row = self.pieces[0]
         shape = list(row[0].shape)
-        if self.vocabulary:
-            shape[0] = padded_vocabulary(shape[0])
         if self.axis is not None:
-            whole = shape[self.axis] if self.vocabulary else sum(piece.shape[self.axis] for piece in row)
-            shape[self.axis] = whole // tp
-        return (len(self.pieces), *shape) if self.stacked else tuple(shape)
-
-    def piece_range(self, piece: Piece, tp: int, tp_rank: int) -> tuple[int, int]:
-        """Start and stop of a piece's slice along `axis` that the rank holds (stop is cut at the real vocabulary)."""
-        assert self.axis is not None
-        size = piece.shape[self.axis]
-        share = (padded_vocabulary(size) if self.vocabulary else size) // tp
-        return min(size, tp_rank * share), min(size, (tp_rank + 1) * share)
+            ranges = [self.bounds(piece, shard) for piece in row]
+            shape[self.axis] = sum(stop - start for start, stop in ranges)
+        return (len(self.experts(shard)), *shape) if self.stacked else tuple(shape)
 
 
 def weight_map(arch: Architecture) -> tuple[Weight, ...]:
     """All parameters of a model, in the order of its layers."""
-    embedding = Piece("model.embed_tokens.weight", (arch.vocabulary, arch.hidden))
-    head = Piece("lm_head.weight", (arch.vocabulary, arch.hidden))
-    names = ("model.embed_tokens.weight", "lm_head.weight") if arch.tied_embeddings else ("model.embed_tokens.weight",)
-    weights = [Weight("embedding.word_embeddings.weight", names, ((embedding,),), axis=0, vocabulary=True)]
+    embedding = _weight(arch, EMBEDDING, first=True, last=arch.tied_embeddings)
+    if arch.tied_embeddings:
+        embedding = _weight(arch, EMBEDDING, first=True, last=True, vllm=(*EMBEDDING.vllm, *HEAD.vllm))
+    weights = [embedding]
     for layer in range(arch.layers):
-        weights += _attention(arch, layer)
-        weights += _experts(arch, layer) if arch.family.experts else _mlp(arch, layer)
-    weights.append(_whole("decoder.final_layernorm.weight", "model.norm.weight", arch.hidden))
+        weights += [_weight(arch, row, layer=layer) for row in arch.family.rows]
+    weights.append(_weight(arch, FINAL_NORM, last=True))
     if not arch.tied_embeddings:
-        weights.append(Weight("output_layer.weight", ("lm_head.weight",), ((head,),), axis=0, vocabulary=True))
+        weights.append(_weight(arch, HEAD, last=True))
     return tuple(weights)
 
 
-def _whole(megatron: str, name: str, size: int) -> Weight:
-    """A vector that every tensor parallel rank holds whole (norms), named alike in Hugging Face and vLLM."""
-    return Weight(megatron, (name,), ((Piece(name, (size,)),),))
+def _weight(
+    arch: Architecture,
+    row: Row,
+    *,
+    layer: int | None = None,
+    first: bool = False,
+    last: bool = False,
+    vllm: tuple[str, ...] | None = None,
+) -> Weight:
+    """A table's row for one layer of one model."""
+    ours, theirs = ("", "") if layer is None else (f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+    sizes = arch.sizes
 
-
-def _attention(arch: Architecture, layer: int) -> list[Weight]:
-    ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-    rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-
-    def qkv(kind: str, tail: Shape) -> Weight:
-        pieces = tuple(Piece(f"{theirs}self_attn.{name}.{kind}", (size, *tail)) for name, size in rows.items())
-        return Weight(
-            f"{ours}self_attention.linear_qkv.{kind}", (f"{theirs}self_attn.qkv_proj.{kind}",), (pieces,), axis=0
+    def pieces(expert: int) -> tuple[Piece, ...]:
+        return tuple(
+            Piece(
+                theirs + name.replace("{expert}", str(expert)),
+                tuple(sizes[dimension] for dimension in dimensions),
+                units=arch.kv_heads if dimensions[0] == "key_value" else 0,
+            )
+            for name, dimensions in row.huggingface
         )
 
-    output = f"{theirs}self_attn.o_proj.weight"
-    weights = [
-        _whole(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", arch.hidden),
-        qkv("weight", (arch.hidden,)),
-        Weight(f"{ours}self_attention.linear_proj.weight", (output,), ((Piece(output, (arch.hidden, q)),),), axis=1),
+    return Weight(
+        ours + row.megatron,
+        tuple(theirs + name for name in vllm or row.vllm),
+        tuple(pieces(expert) for expert in range(arch.experts if row.stacked else 1)),
+        axis=row.axis,
+        stacked=row.stacked,
+        vocabulary=row.huggingface[0][1][0] == "vocabulary",
+        layer=layer,
+        first=first,
+        last=last,
+    )
+
+
+class Place(NamedTuple):
+    """Where a weight is in the Megatron model of a rank: its chunk of layers, and its name in that chunk."""
+
+    chunk: int
+    name: str
+
+
+def megatron_places(weights: tuple[Weight, ...], layout: Layout, layers: int, pp: int) -> dict[str, Place]:
+    """Where pipeline stage `pp` holds its weights, by the name in an undivided model.
+
+    Megatron numbers the layers of a chunk from 0, and calls the copy of a tied embedding on the last stage `output_layer`.
+    """
+    chunks = [
+        (c // layout.pp, first, stop) for c, (first, stop) in enumerate(layout.chunks(layers)) if c % layout.pp == pp
     ]
-    if arch.family.qkv_bias:
-        weights.append(qkv("bias", ()))
-    if arch.family.qk_norm:
-        weights += [
-            _whole(f"{ours}self_attention.{x}_layernorm.weight", f"{theirs}self_attn.{x}_norm.weight", arch.head_dim)
-            for x in "qk"
-        ]
-    return weights
-
-
-def _mlp(arch: Architecture, layer: int) -> list[Weight]:
-    ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    gate_up = tuple(Piece(f"{theirs}mlp.{x}_proj.weight", (arch.intermediate, arch.hidden)) for x in ("gate", "up"))
-    down = f"{theirs}mlp.down_proj.weight"
-    return [
-        _whole(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", arch.hidden),
-        Weight(f"{ours}mlp.linear_fc1.weight", (f"{theirs}mlp.gate_up_proj.weight",), (gate_up,), axis=0),
-        Weight(f"{ours}mlp.linear_fc2.weight", (down,), ((Piece(down, (arch.hidden, arch.intermediate)),),), axis=1),
-    ]
-
-
-def _experts(arch: Architecture, layer: int) -> list[Weight]:
-    """Router and stacked expert matrices: w13 [experts, 2 * intermediate / tp, hidden], w2 [experts, hidden, intermediate / tp]."""
-    ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}.mlp."
-    wide, narrow = (arch.expert_intermediate, arch.hidden), (arch.hidden, arch.expert_intermediate)
-    experts = [f"{theirs}experts.{expert}." for expert in range(arch.experts)]
-    w13 = tuple(tuple(Piece(f"{e}{x}_proj.weight", wide) for x in ("gate", "up")) for e in experts)
-    w2 = tuple((Piece(f"{e}down_proj.weight", narrow),) for e in experts)
-    router = Piece(f"{theirs}gate.weight", (arch.experts, arch.hidden))
-
-    def stacked(name: str) -> tuple[str, ...]:  # vLLM moved them one module down in 0.3x
-        return (f"{theirs}experts.routed_experts.{name}", f"{theirs}experts.{name}")
-
-    return [
-        _whole(f"{ours}pre_mlp_layernorm.weight", f"model.layers.{layer}.post_attention_layernorm.weight", arch.hidden),
-        Weight(f"{ours}mlp.router.weight", (f"{theirs}gate.weight", f"{theirs}experts.gate.weight"), ((router,),)),
-        Weight(f"{ours}mlp.experts.w13", stacked("w13_weight"), w13, axis=0, stacked=True),
-        Weight(f"{ours}mlp.experts.w2", stacked("w2_weight"), w2, axis=1, stacked=True),
-    ]
+    at_layer = {layer: (chunk, layer - first) for chunk, first, stop in chunks for layer in range(first, stop)}
+    places = {}
+    for weight in weights:
+        if weight.layer is not None:
+            if weight.layer in at_layer:
+                chunk, local = at_layer[weight.layer]
+                name = weight.megatron.replace(f".{weight.layer}.", f".{local}.", 1)
+                places[weight.megatron] = Place(chunk, name)
+        elif weight.first and pp == 0:
+            places[weight.megatron] = Place(0, weight.megatron)
+        elif weight.last and pp == layout.pp - 1:
+            places[weight.megatron] = Place(layout.vpp - 1, HEAD.megatron if weight.first else weight.megatron)
+    return places

@@ -27,10 +27,9 @@ def run_ranks(program: str, world_size: int, arguments: dict[str, Any], timeout_
         try:
             for rank, process in enumerate(processes):
                 code = process.wait(max(0.1, deadline - time.monotonic()))
-                assert code == 0, f"rank {rank} of {program} ended with {code}:\n{_log(folder, rank)}"
+                assert code == 0, f"rank {rank} of {program} ended with {code}:\n{_logs(folder, world_size)}"
         except subprocess.TimeoutExpired as error:
-            logs = "\n".join(_log(folder, rank) for rank in range(world_size))
-            raise AssertionError(f"{program} did not end within {timeout_s} s:\n{logs}") from error
+            raise AssertionError(f"{program} did not end within {timeout_s} s:\n{_logs(folder, world_size)}") from error
         finally:
             for process in processes:
                 process.kill()
@@ -50,8 +49,10 @@ def _start(program: str, rank: int, world: int, arguments: dict[str, Any], folde
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
 
-def _log(folder: Path, rank: int) -> str:
-    return f"--- rank {rank}\n" + (folder / f"log-{rank}.txt").read_text(errors="replace")[-4000:]
+def _logs(folder: Path, world_size: int) -> str:
+    """The end of every rank's output: one that waited in vain names another one's fault."""
+    ends = [(folder / f"log-{rank}.txt").read_text(errors="replace")[-4000:] for rank in range(world_size)]
+    return "\n".join(f"--- rank {rank}\n{end}" for rank, end in enumerate(ends))
 
 
 def _main(program: str, folder: str, arguments: str) -> None:

@@ -35,6 +35,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
         ),
     ),
+    "mixtral": (
+        "MixtralConfig", dict(tie_word_embeddings=False, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    ),
 }  # fmt: skip
 """Name to (transformers config class, what differs from SHARED)."""
 

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from engine.config import GenerationConfig, OptimizerConfig
+from engine.config import OptimizerConfig
 from engine.layout import Layout
 from engine.losses.config import LossConfig
 from engine.megatron.update import Update, UpdateSettings
 from engine.roles.actor import Actor
 from engine.samples import Samples
 from engine.weights.architecture import read_architecture
+from engine.weights.map import weight_map
 
 ADAM = OptimizerConfig(lr=1e-3, eps=1e-5, clip_grad=1.0, weight_decay=0.1)
 LENGTHS = (7, 23, 2, 12, 9, 30)  # ragged; 83 tokens: odd, so that sequence parallel needs a throw-away tail
 
 
-def make_actor(folder: str, tp: int, sequence_parallel: bool = False, optimizer: OptimizerConfig = ADAM) -> Actor:
-    layout = Layout(tp, dist.get_world_size() // tp)
+def make_actor(
+    folder: str,
+    tp: int,
+    sequence_parallel: bool = False,
+    optimizer: OptimizerConfig = ADAM,
+    *,
+    pp: int = 1,
+    stage_layers: list[int] | None = None,
+    **sizes: int,
+) -> Actor:
+    """An actor over all ranks; `sizes` are further fields of the layout."""
+    layers = tuple(stage_layers) if stage_layers else None
+    layout = Layout(tp=tp, pp=pp, dp=dist.get_world_size() // (tp * pp), stage_layers=layers, **sizes)
     return Actor(
         read_architecture(folder), folder, layout, sequence_parallel=sequence_parallel, dtype=torch.float32, device="cpu",
         optimizer=optimizer,
@@ -71,45 +84,54 @@ def reference_optimizer(model: Any) -> torch.optim.AdamW:
 
 
 def logit_gap(actor: Actor, reference: Any, tokens: list[int]) -> tuple[float, float]:
-    """Largest differences of all logits of a sequence, and of the entropies of its predictions, from transformers'."""
+    """Largest differences of all logits of a sequence, and of the entropies of its predictions, from transformers'.
+
+    Only the last pipeline stage can tell; the others return zeros.
+    """
     from megatron.core.tensor_parallel import (
         gather_from_sequence_parallel_region,
         gather_from_tensor_model_parallel_region,
     )
 
     from engine.megatron.cpu import megatron_device
-    from engine.megatron.packing import pack
 
-    row = pack([tokens[:1]], [tokens[1:]], actor.row_multiple, actor.device)
+    hidden: list[torch.Tensor] = []
+    entropies: list[torch.Tensor] = []
+
+    def keep(_: int, logprobs: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        entropies.append(found)
+        return logprobs
+
+    hook = actor.chunks[-1].module.register_forward_hook(lambda _, __, output: hidden.append(output))
     with torch.no_grad(), megatron_device(actor.device):
-        hidden = actor.parallel_model(row.ids, row.positions, None, packed_seq_params=row.attention)
-        if actor.model.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden)
-        mine = torch.nn.functional.linear(hidden[:, 0], actor.model.output_weight)
+        actor.run([([tokens[:1]], [tokens[1:]])], 1, 1.0, keep, forward_only=True)
+        hook.remove()
+        if actor.coordinates.pp != actor.layout.pp - 1:
+            return 0.0, 0.0
+        model, states = actor.chunks[-1].module, hidden[0]
+        if model.config.sequence_parallel:
+            states = gather_from_sequence_parallel_region(states)
+        mine = torch.nn.functional.linear(states[:, 0], model.output_weight)
         logits = gather_from_tensor_model_parallel_region(mine)
-        entropies = actor.forward([tokens[:1]], [tokens[1:]], 1.0)[1]
     with torch.no_grad():
         expected = reference(torch.tensor([tokens])).logits[0]
     probabilities = expected[:-1].softmax(-1)
     expected_entropies = -(probabilities * probabilities.log()).sum(-1)
     gap = (logits[: len(tokens), : actor.arch.vocabulary] - expected).abs().max().item()
-    return gap, (entropies - expected_entropies).abs().max().item()
+    return gap, (entropies[0] - expected_entropies).abs().max().item()
 
 
-def training(cases: dict[str, str], layouts: list[tuple[int, bool]]) -> dict[str, Any]:
+def training(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Name to the arguments of `make_actor`: three updates each beside transformers."""
+    return {name: _train_beside_transformers(arguments) for name, arguments in runs.items()}
+
+
+def _train_beside_transformers(arguments: dict[str, Any]) -> dict[str, Any]:
     """Three supervised updates beside transformers and torch.optim.AdamW on the same batches."""
-    results: dict[str, Any] = {}
-    for case, folder in cases.items():
-        for tp, sequence_parallel in layouts:
-            name = f"{case} tp{tp} dp{dist.get_world_size() // tp}{' sp' if sequence_parallel else ''}"
-            results[name] = _train_beside_transformers(folder, tp, sequence_parallel)
-    return results
-
-
-def _train_beside_transformers(folder: str, tp: int, sequence_parallel: bool) -> dict[str, Any]:
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(arguments["folder"], dtype=torch.float32)
     adam = reference_optimizer(reference)
-    actor = make_actor(folder, tp, sequence_parallel)
+    actor = make_actor(**arguments)
+    addresses = {name: p.data_ptr() for name, p in actor.parameters.items()}
     vocabulary = reference.config.vocab_size
     prompts, responses = batch(99, vocabulary)
 
@@ -136,47 +158,84 @@ def _train_beside_transformers(folder: str, tp: int, sequence_parallel: bool) ->
         "logits": logits,
         "norms": norms,
         "padding": _padding(actor),
-        "equal": _replicas_equal(actor),
+        "equal": _copies_equal(actor),
+        "in_place": addresses == {name: p.data_ptr() for name, p in actor.parameters.items()},
+        "named": _all_named(actor),
+        "places": _place_in_megatron(actor),
     }
 
 
 def _padding(actor: Actor) -> float:
     """Largest magnitude in the vocabulary's padded rows of this rank."""
-    weight = actor.model.output_weight
-    real = max(0, min(weight.shape[0], actor.arch.vocabulary - actor.tp_rank * weight.shape[0]))
-    return float(weight[real:].abs().sum())
+    worst = 0.0
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in actor.parameters:
+            weight = actor.parameters[name]
+            real = max(0, min(weight.shape[0], actor.arch.vocabulary - actor.coordinates.tp * weight.shape[0]))
+            worst = max(worst, float(weight[real:].abs().sum()))
+    return worst
 
 
-def _replicas_equal(actor: Actor) -> bool:
-    """Norms are the same numbers on every rank, bit for bit."""
-    norms = torch.cat([p.data.flatten() for name, p in actor.parameters.items() if "norm" in name])
-    low, high = norms.clone(), norms.clone()
-    dist.all_reduce(low, dist.ReduceOp.MIN)
-    dist.all_reduce(high, dist.ReduceOp.MAX)
-    return bool((low == high).all())
+def _copies_equal(actor: Actor) -> bool:
+    """All ranks that hold the same part of a weight (the norms, a tied embedding's two, replicas) have the same bits."""
+    mine = {
+        (name, actor.shards[name]): hashlib.sha256(parameter.detach().numpy().tobytes()).hexdigest()
+        for name, parameter in actor.parameters.items()
+    }
+    ranks: list[dict[Any, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, mine)
+    return all(other.get(key, digest) == digest for other in ranks for key, digest in mine.items())
 
 
-def policy_updates(folder: str, layouts: list[tuple[int, bool]]) -> dict[str, Any]:
-    """The same policy update in several layouts, micro-batch sizes and aggregations: metrics, and the policy afterwards."""
-    results: dict[str, Any] = {}
-    for tp, sequence_parallel in layouts:
-        for aggregation in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
-            for budget in (16, 64, 4096):
-                actor = make_actor(folder, tp, sequence_parallel)
-                loss = LossConfig(aggregation=aggregation, entropy_coef=0.01, importance_cap=1.5)  # type: ignore[arg-type]
+def _all_named(actor: Actor) -> bool:
+    """Every parameter of every chunk has a name of the weight map, and once; shapes are those of the shards."""
+    held = {id(parameter) for chunk in actor.chunks for parameter in chunk.parameters()}
+    weights = {weight.megatron: weight for weight in weight_map(actor.arch)}
+    shapes = all(weights[n].shard_shape(actor.shards[n]) == p.shape for n, p in actor.parameters.items())
+    return shapes and held == {id(p) for p in actor.parameters.values()} and len(held) == len(actor.parameters)
+
+
+def _place_in_megatron(actor: Actor) -> tuple[list[int], list[int]]:
+    """This rank's coordinates by the layout, and by Megatron's process groups."""
+    from megatron.core import parallel_state as state
+
+    theirs = [
+        state.get_tensor_model_parallel_rank(),
+        state.get_pipeline_model_parallel_rank(),
+        state.get_data_parallel_rank(),
+        state.get_expert_tensor_parallel_rank(),
+        state.get_expert_model_parallel_rank(),
+    ]
+    return list(actor.coordinates), theirs
+
+
+def policy_updates(runs: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The same policy update in several micro-batch sizes and aggregations: metrics, and the policy afterwards.
+
+    Each of `runs` has the arguments of `make_actor`, and lists of aggregations and of tokens of a micro-batch.
+    """
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+    for name, run in runs.items():
+        for aggregation in run["aggregations"]:
+            for budget in run["budgets"]:
+                actor = make_actor(**run["arguments"])
+                loss = LossConfig(aggregation=aggregation, entropy_coef=0.01, importance_cap=1.5)
                 chosen = settings(loss, mini_batch_size=3, epochs=2, max_tokens_per_micro_batch=budget, temperature=0.7)
                 metrics = Update(actor, _scored(actor), chosen).run()
                 prompts, responses = batch(99, actor.arch.vocabulary)
-                name = f"{aggregation} tp{tp} dp{dist.get_world_size() // tp} sp{sequence_parallel} budget {budget}"
-                results[name] = {"metrics": metrics, "logprobs": actor.logprobs(prompts, responses, 1.0).tolist()}
+                logprobs = actor.logprobs(prompts, responses, 1.0).tolist()
+                results[name].append({"aggregation": aggregation, "metrics": metrics, "logprobs": logprobs})
     return results
 
 
-def one_sample(folder: str) -> dict[str, Any]:
+def one_sample(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """An update on a single sample, which only one of the data parallel ranks can hold."""
-    actor = make_actor(folder, 1)
-    samples = _scored(actor).select([0])
-    return Update(actor, samples, settings(LossConfig(), mini_batch_size=1, epochs=2)).run()
+    results = {}
+    for name, arguments in runs.items():
+        actor = make_actor(**arguments)
+        samples = _scored(actor).select([0])
+        results[name] = Update(actor, samples, settings(LossConfig(), mini_batch_size=1, epochs=2)).run()
+    return results
 
 
 def _scored(actor: Actor) -> Samples:
@@ -190,47 +249,45 @@ def _scored(actor: Actor) -> Samples:
     return Samples(prompts, responses, masks, advantages, rollout)
 
 
-def generation(folder: str, tp: int, sequence_parallel: bool = False, alternations: int = 3) -> dict[str, Any]:
-    """Generate and update in turn; compare rollout log-probabilities, addresses and resident memory along the way."""
-    from engine.generation.engine import GenerationEngine, Sampling
+def checkpoints(runs: dict[str, dict[str, Any]], target: str) -> dict[str, Any]:
+    """Write a trained actor's state, spoil the actor, read it back; the next update must be that of one that never stopped.
 
-    actor = make_actor(folder, tp, sequence_parallel)
-    engine = GenerationEngine(
-        actor, folder, GenerationConfig(max_model_len=256, kv_cache_gib=0.2, max_concurrent_samples=16)
-    )
-    vocabulary, replica = actor.arch.vocabulary, actor.dp_rank
-    prompts = [[50 + replica, 51, 52 + i, *range(60, 60 + 3 * i)] for i in range(4)] * 2
-    greedy, warm = Sampling(0.0, 1.0, 24, (0,), 5), Sampling(0.7, 1.0, 24, (0,), 5)
+    Every layout's files go to `target`/name, for the export; each is refused by the layout after it.
+    """
+    from pathlib import Path
 
-    def measure() -> dict[str, Any]:
-        out = {}
-        for name, sampling in (("greedy", greedy), ("sampled", warm)):
-            found = engine.generate(prompts, sampling)
-            again = engine.generate(prompts, sampling)
-            mine = actor.logprobs(prompts, [c.tokens for c in found], sampling.temperature or 1.0)
-            theirs = torch.tensor([x for c in found for x in c.logprobs])
-            out[name] = {
-                "gap": (mine - theirs).abs().max().item(),
-                "repeats": [c.tokens for c in found] == [c.tokens for c in again],
-                "different": len({tuple(c.tokens) for c in found}),
-                "highest": max(max(c.tokens) for c in found),
-                "tokens": [c.tokens for c in found],
-            }
-        return out
+    from engine.megatron import checkpoint
 
-    first, shared, memory = measure(), engine.shared.check(), []
-    for seed in range(alternations):
-        Update(actor, demonstrations(seed, vocabulary), settings(LossConfig(name="sft"))).run()
-        engine.generate(prompts, warm)
-        engine.shared.check()
-        memory.append(_resident_mib())
-    parameters = sum(p.numel() * p.element_size() for p in actor.parameters.values())
-    return {
-        "first": first, "last": measure(), "shared": shared, "parameters": parameters, "memory": memory,
-        "private": engine.shared.private_bytes,
-    }  # fmt: skip
-
-
-def _resident_mib() -> float:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmRSS"))
+    results: dict[str, Any] = {}
+    file = checkpoint.rank_file(dist.get_rank())
+    previous: str | None = None
+    for name, arguments in runs.items():
+        actor = make_actor(**arguments)
+        vocabulary = actor.arch.vocabulary
+        chosen = settings(LossConfig(name="sft"))
+        folder = Path(target) / name
+        folder.mkdir(parents=True, exist_ok=True)
+        refusal = None
+        if previous is not None:
+            try:
+                checkpoint.read(actor, Path(target) / previous / file)
+            except checkpoint.LayoutMismatch as error:
+                refusal = str(error)
+        Update(actor, demonstrations(0, vocabulary), chosen).run()
+        checkpoint.write(actor, folder / file, {"weight_version": 1, "model_folder": arguments["folder"]})
+        saved = actor.logprobs(*batch(99, vocabulary), 1.0)
+        Update(actor, demonstrations(1, vocabulary), chosen).run()
+        straight = {n: p.detach().clone() for n, p in actor.parameters.items()}
+        actor.load(arguments["folder"], ADAM)
+        checkpoint.read(actor, folder / file)
+        restored = actor.logprobs(*batch(99, vocabulary), 1.0)
+        Update(actor, demonstrations(1, vocabulary), chosen).run()
+        results[name] = {
+            "saved": saved.tolist(),
+            "restored": bool((saved == restored).all()),
+            "continued": all(bool((p == straight[n]).all()) for n, p in actor.parameters.items()),
+            "refusal": refusal,
+        }
+        previous = name
+        dist.barrier()
+    return results

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from engine.layout import Layout
 from engine.weights.architecture import UnsupportedModel, architecture_of, read_architecture
 
 PLAIN = dict(
@@ -90,8 +91,42 @@ def test_missing_folder_says_so(tmp_path):
 
 def test_layouts_that_do_not_divide():
     arch = changed(num_attention_heads=6, num_key_value_heads=3, hidden_size=96, intermediate_size=126)
-    assert arch.layout_problems(4) == [
-        "tensor_parallel_size 4 does not divide num_attention_heads 6, num_key_value_heads 3, intermediate_size 126 of llama"
+    assert arch.layout_problems(Layout(4)) == [
+        "tensor_parallel_size 4 does not divide num_attention_heads 6, intermediate_size 126 of llama",
+        "tensor_parallel_size 4 neither divides nor is a multiple of num_key_value_heads 3",
     ]
-    assert arch.layout_problems(3) == ["tensor_parallel_size 3 does not divide the padded vocabulary 128 of llama"]
-    assert arch.layout_problems(1, sequence_parallel=True) == ["sequence_parallel needs tensor_parallel_size > 1"]
+    assert arch.layout_problems(Layout(3)) == [
+        "tensor_parallel_size 3 does not divide the padded vocabulary 128 of llama"
+    ]
+    assert arch.training_problems(Layout(), True) == ["sequence_parallel needs tensor_parallel_size > 1"]
+    assert "3 layers" not in str(arch.layout_problems(Layout(pp=2)))
+    assert "cannot be divided over 3 pipeline chunks" in str(arch.layout_problems(Layout(pp=3)))
+
+
+def test_generation_may_copy_key_and_value_heads_and_training_may_not():
+    arch = changed()  # 4 heads, 2 key and value heads
+    assert arch.layout_problems(Layout(tp=4)) == []
+    (problem,) = arch.training_problems(Layout(tp=4))
+    assert "training does not replicate heads" in problem
+
+
+def test_layouts_of_experts():
+    arch = changed(model_type="qwen3_moe", **EXPERTS)
+    assert arch.training_problems(Layout(dp=4, ep=4)) == []
+    assert "does not divide experts 4" in str(arch.training_problems(Layout(dp=3, ep=3)))
+    assert "needs sequence_parallel" in str(arch.training_problems(Layout(tp=2)))
+    assert arch.training_problems(Layout(tp=2, dp=2, ep=2, etp=2), True) == []
+    assert "does not divide the 2 ranks" in str(arch.training_problems(Layout(dp=2, ep=2, etp=2)))
+    assert "needs a mixture of experts" in str(changed().training_problems(Layout(dp=2, ep=2)))
+
+
+def test_the_number_of_experts_has_two_names():
+    new = {**EXPERTS, "num_local_experts": EXPERTS["num_experts"], "num_experts": None}
+    assert changed(model_type="qwen3_moe", **new) == changed(model_type="qwen3_moe", **EXPERTS)
+
+
+def test_mixtral_normalises_and_has_no_window():
+    arch = changed(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    assert (arch.experts, arch.expert_intermediate, arch.normalise_top_k) == (4, 128, True)
+    with pytest.raises(UnsupportedModel, match="sliding_window=4096"):
+        changed(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=4096)

@@ -1,5 +1,7 @@
 """Arithmetic of ranks, packing and balance."""
 
+import json
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,17 +10,57 @@ from engine.layout import Layout, balanced_split, contiguous_ranges, pack_by_tok
 LENGTHS = st.lists(st.integers(1, 500), max_size=60)
 
 
-def test_ranks_are_numbered_tensor_parallel_first():
-    layout = Layout(tp=2, dp=3)
-    assert layout.world_size == 6
-    assert [(layout.dp_rank(r), layout.tp_rank(r)) for r in range(6)] == [
-        (0, 0),
-        (0, 1),
-        (1, 0),
-        (1, 1),
-        (2, 0),
-        (2, 1),
+def test_ranks_are_numbered_tensor_then_data_then_pipeline_parallel():
+    layout = Layout(tp=2, pp=2, dp=3)
+    assert layout.world_size == 12
+    assert [layout.coordinates(rank)[:3] for rank in range(12)] == [
+        (tp, pp, dp) for pp in range(2) for dp in range(3) for tp in range(2)
     ]
+
+
+def test_experts_are_divided_inside_a_pipeline_stage():
+    layout = Layout(tp=2, pp=2, dp=2, ep=2)  # one expert is whole on a rank: etp 1
+    assert [layout.coordinates(rank).ep for rank in range(8)] == [0, 1, 0, 1] * 2
+    layout = Layout(tp=2, pp=1, dp=2, ep=2, etp=2)
+    assert [layout.coordinates(rank)[3:] for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert (Layout(tp=2).expert_tp, Layout(tp=2, ep=2).expert_tp, Layout(tp=2, etp=1).expert_tp) == (2, 1, 1)
+
+
+def test_layers_are_divided_as_evenly_as_possible_and_less_at_the_end():
+    assert Layout(pp=2).chunks(3) == [(0, 2), (2, 3)]
+    assert Layout(pp=4).chunks(6) == [(0, 1), (1, 3), (3, 5), (5, 6)]
+    assert Layout(pp=2, stage_layers=(1, 2)).chunks(3) == [(0, 1), (1, 3)]
+
+
+def test_virtual_chunks_go_round_the_stages():
+    layout = Layout(pp=2, vpp=2, stage_layers=(1, 2, 1, 1))
+    assert layout.chunks(5) == [(0, 1), (1, 3), (3, 4), (4, 5)]
+    assert layout.stage_of_layer(5) == [0, 1, 1, 0, 1]
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 9))
+def test_every_layer_is_in_exactly_one_chunk(pp, vpp, more):
+    layers = pp * vpp + more
+    chunks = Layout(pp=pp, vpp=vpp).chunks(layers)
+    assert [layer for start, stop in chunks for layer in range(start, stop)] == list(range(layers))
+    assert len(chunks) == pp * vpp and all(start < stop for start, stop in chunks)
+
+
+def test_what_is_no_layout_is_named():
+    assert Layout(tp=2, pp=2, dp=2, ep=4, vpp=2).problems(8) == []
+    assert "needs pipeline_parallel_size > 1" in str(Layout(vpp=2).problems(8))
+    assert "3 layers cannot be divided over 4" in str(Layout(pp=2, vpp=2).problems(3))
+    assert "must be 2 positive numbers that sum to 3" in str(Layout(pp=2, stage_layers=(3, 0)).problems(3))
+    assert "does not divide the 2 ranks" in str(Layout(tp=1, dp=2, ep=4).problems(3))
+
+
+def test_a_layout_is_written_and_read_and_compared():
+    layout = Layout(tp=2, pp=2, dp=2, ep=2, vpp=2, stage_layers=(1, 2, 1, 1))
+    assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
+    assert Layout.from_json({"tp": 2, "dp": 3}) == Layout(tp=2, dp=3)
+    assert Layout(tp=2, pp=2).divides_alike(Layout(tp=2, pp=2, etp=2, stage_layers=(2, 1)), 3)
+    assert not Layout(tp=2, pp=2).divides_alike(Layout(tp=2, pp=2, stage_layers=(1, 2)), 3)
+    assert not Layout(dp=2).divides_alike(Layout(dp=2, ep=2), 3)
 
 
 def test_vocabulary_is_padded_once_to_64():
