@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from engine.layout import Layout
+
 
 class Part(BaseModel):
     """Base of every configuration part: unknown keys are errors, never ignored."""
@@ -26,12 +28,32 @@ class ModelConfig(Part):
 
 
 class ParallelConfig(Part):
-    """How the model is divided over the pool's devices, for training and for generation alike."""
+    """How the model is divided over the pool's devices for training; generation has its own sizes."""
 
     tensor_parallel_size: int = Field(
         1, ge=1, title="Tensor parallel size", description="Devices that share one layer."
     )
+    pipeline_parallel_size: int = Field(
+        1, ge=1, title="Pipeline parallel size", description="Stages that share the layers."
+    )
     data_parallel_size: int = Field(1, ge=1, title="Data parallel size", description="Replicas of the model.")
+    expert_parallel_size: int = Field(
+        1, ge=1, title="Expert parallel size", description="Devices of a stage that share the experts of a layer."
+    )
+    expert_tensor_parallel_size: int | None = Field(
+        None,
+        ge=1,
+        title="Expert tensor parallel size",
+        description="Devices that share one expert. Default: 1 with expert parallelism, else the tensor parallel size.",
+    )
+    virtual_pipeline_size: int = Field(
+        1, ge=1, title="Virtual pipeline size", description="Chunks of layers a stage: smaller bubbles, more messages."
+    )
+    pipeline_layers: list[int] | None = Field(
+        None,
+        title="Layers of each pipeline chunk",
+        description="In model order, pipeline x virtual pipeline numbers. Default: as even as possible.",
+    )
     sequence_parallel: bool = Field(
         False, title="Sequence parallel", description="Divide norms and residuals over the tensor parallel devices too."
     )
@@ -39,7 +61,20 @@ class ParallelConfig(Part):
     @property
     def world_size(self) -> int:
         """Devices in all."""
-        return self.tensor_parallel_size * self.data_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def layout(self) -> Layout:
+        """The sizes as the engine takes them."""
+        return Layout(
+            tp=self.tensor_parallel_size,
+            pp=self.pipeline_parallel_size,
+            dp=self.data_parallel_size,
+            ep=self.expert_parallel_size,
+            etp=self.expert_tensor_parallel_size,
+            vpp=self.virtual_pipeline_size,
+            stage_layers=None if self.pipeline_layers is None else tuple(self.pipeline_layers),
+        )
 
 
 class OptimizerConfig(Part):
@@ -78,10 +113,35 @@ class GenerationConfig(Part):
     )
     samples_per_prompt: int = Field(8, ge=1, title="Samples a prompt")
     max_concurrent_samples: int = Field(256, ge=1, title="Samples generated at once", description="A rank.")
+    tensor_parallel_size: int | None = Field(
+        None, ge=1, title="Tensor parallel size", description="Devices that share one layer. Default: as in training."
+    )
+    pipeline_parallel_size: int = Field(
+        1, ge=1, title="Pipeline parallel size", description="Stages that share the layers."
+    )
+    expert_parallel: bool = Field(
+        False, title="Expert parallel", description="Whole experts on each device instead of a slice of every expert."
+    )
     memory_fraction: float = Field(
         0.5, gt=0, lt=1, title="GPU memory share", description="Of a GPU for weights and KV cache together (CUDA only)."
+    )
+    offload_optimizer: Literal["auto", "always", "never"] = Field(
+        "auto",
+        title="Optimizer in host memory",
+        description="While generating. auto: when the KV cache would not fit beside the optimizer state (CUDA only).",
     )
     kv_cache_gib: float = Field(1.0, gt=0, title="KV cache on CPU", description="GiB a rank (CPU only).")
     cuda_graphs: bool = Field(
         True, title="CUDA graphs", description="Off saves start time and costs speed (CUDA only)."
     )
+
+    def layout(self, parallel: ParallelConfig) -> Layout:
+        """The generation sizes on the same devices; raises ValueError if these cannot be divided so."""
+        tp = self.tensor_parallel_size or parallel.tensor_parallel_size
+        replicas, left = divmod(parallel.world_size, tp * self.pipeline_parallel_size)
+        if left:
+            raise ValueError(
+                f"generation.tensor_parallel_size {tp} x generation.pipeline_parallel_size {self.pipeline_parallel_size}"
+                f" does not divide the {parallel.world_size} devices of training"
+            )
+        return Layout(tp=tp, pp=self.pipeline_parallel_size, dp=replicas, ep=tp if self.expert_parallel else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +16,13 @@ import torch
 
 from engine.config import GenerationConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.generation.engine import Completion, GenerationEngine, Sampling
-from engine.layout import Layout, contiguous_ranges
+from engine.layout import contiguous_ranges
 from engine.losses.config import LossConfig
 from engine.megatron import checkpoint
 from engine.megatron.update import Update, UpdateSettings
+from engine.reshard.account import Transition
+from engine.reshard.hybrid import HybridWeights
+from engine.reshard.plan import plan_generation
 from engine.roles.actor import Actor
 from engine.samples import Samples
 from engine.tokenizer import Tokenizer
@@ -29,7 +33,16 @@ from storage.filesystem import Store
 from storage.integrity import verify_file
 from storage.manifest import Manifest
 
-ENGINE_FIELDS = ("max_model_len", "max_concurrent_samples", "memory_fraction", "kv_cache_gib", "cuda_graphs")
+ENGINE_FIELDS = (
+    "max_model_len",
+    "max_concurrent_samples",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "expert_parallel",
+    "memory_fraction",
+    "kv_cache_gib",
+    "cuda_graphs",
+)
 """Generation settings that are built into a running engine; the others come with each request."""
 
 
@@ -52,16 +65,24 @@ class ModelSession:
         folder = spec["model"]["path"]
         parallel = ParallelConfig(**spec["parallel"])
         generation = GenerationConfig(**spec["generation"])
+        arch = read_architecture(folder)
         self.actor = Actor(
-            read_architecture(folder),
+            arch,
             folder,
-            Layout(parallel.tensor_parallel_size, parallel.data_parallel_size),
+            parallel.layout,
             sequence_parallel=parallel.sequence_parallel,
             dtype=_dtype(ModelConfig(**spec["model"]), device),
             device=device,
             optimizer=OptimizerConfig(**spec["optimizer"]),
         )
-        self.engine = GenerationEngine(self.actor, folder, generation)
+        plan = plan_generation(
+            arch,
+            parallel.layout,
+            generation.layout(parallel),
+            bytes_per_number=self.actor.dtype.itemsize,
+            ranks_per_node=_ranks_per_node(),
+        )
+        self.engine = GenerationEngine(HybridWeights(self.actor, plan), folder, generation)
         self.tokenizer = Tokenizer(folder)
 
     def differences(self, spec: dict[str, Any]) -> list[str]:
@@ -91,6 +112,7 @@ class ModelSession:
         self.engine.sleep()
         self.actor.load(folder, OptimizerConfig(**spec["optimizer"]))
         self.spec, self.tokenizer = spec, Tokenizer(folder)
+        self.engine.config = GenerationConfig(**spec["generation"])
 
     def own(self, run: str, version: int) -> None:
         """The weights are `version` of `run` from now on."""
@@ -133,11 +155,12 @@ class ModelSession:
             raise RuntimeError(
                 f"asked to generate with version {weight_version}, this rank holds {self.weight_version}"
             )
-        files, replica = Store.open(store), self.actor.dp_rank
+        files, replica = Store.open(store), self.engine.replica
         rows = read(files, Manifest(**prompts), ["prompt_id", "group_id", "prompt_tokens"]).to_pylist()
-        start, stop = contiguous_ranges(len(rows), self.actor.layout.dp)[replica]
+        start, stop = contiguous_ranges(len(rows), self.engine.replicas)[replica]
         count = sampling["samples_per_prompt"]
         wanted = [row for row in rows[start:stop] for _ in range(count)]
+        transition = self.engine.wake()
         began = time.monotonic()
 
         def report(finished: int, tokens: int) -> None:
@@ -156,12 +179,14 @@ class ModelSession:
             cancelled,
         )
         seconds = time.monotonic() - began
-        if self.actor.tp_rank != 0 or not wanted:
-            return {}
+        metrics = self._transition_metrics(transition)
+        if not self.engine.leads or not wanted:
+            return {"metrics": metrics}
         table = self._rollout_table(wanted, completions, count)
         entry = write_part(files, out, replica, table, ROLLOUT)
         tokens = sum(len(completion.tokens) for completion in completions)
-        return {"files": [entry.model_dump()], "metrics": {"tokens": float(tokens), "seconds": seconds}}
+        metrics |= {"tokens": float(tokens), "seconds": seconds}
+        return {"files": [entry.model_dump()], "metrics": metrics}
 
     def _rollout_table(self, wanted: list[dict[str, Any]], completions: list[Completion], count: int) -> pa.Table:
         """Rows of the ROLLOUT schema; `count` consecutive ones answer the same prompt."""
@@ -207,7 +232,7 @@ class ModelSession:
             raise RuntimeError(f"asked to update version {version}, this rank holds {self.weight_version}")
         samples = _read_samples(Store.open(store), datasets)
         began = time.monotonic()
-        self.engine.sleep()
+        transition = self.engine.sleep()
         self.actor.optimizer_config = OptimizerConfig(**optimizer)
         settings = UpdateSettings(
             loss=LossConfig(**loss),
@@ -221,12 +246,19 @@ class ModelSession:
         self.weight_version = None
         metrics = Update(self.actor, samples, settings).run(lambda done, total: tell(done=done, total=total))
         self.weight_version = version + 1
+        metrics |= self._transition_metrics(transition)
         metrics["seconds"] = time.monotonic() - began
         metrics["trained_tokens_per_second"] = metrics["trained_tokens"] / max(metrics["seconds"], 1e-9)
         return {"weight_version": version + 1, "metrics": metrics}
 
+    def _transition_metrics(self, transition: Transition) -> dict[str, float]:
+        """What the change of layout cost on this rank, and who has how much of its memory."""
+        memory = {f"memory/{owner}_bytes": float(size) for owner, size in self.engine.memory().items()}
+        return transition.metrics() | memory
+
     def save(self, store: str, out: str) -> dict[str, Any]:
         """Write this rank's state as one file of the checkpoint at `out`; returns its entry."""
+        self.engine.sleep()
         name = checkpoint.rank_file(torch.distributed.get_rank())
         header = {"weight_version": self.weight_version, "model_folder": self.spec["model"]["path"]}
         files = Store.open(store)
@@ -263,6 +295,18 @@ def _dtype(model: ModelConfig, device: str) -> torch.dtype:
     if model.precision == "auto":
         return torch.float32 if device == "cpu" else torch.bfloat16
     return getattr(torch, model.precision)
+
+
+def _ranks_per_node() -> int:
+    """Consecutive ranks that share a host (all of them if the hosts have different numbers)."""
+    world = torch.distributed.get_world_size()
+    hosts: list[Any] = [None] * world
+    torch.distributed.all_gather_object(hosts, socket.gethostname())
+    here = hosts.count(hosts[0])
+    blocks = [hosts[start : start + here] for start in range(0, world, here)]
+    return (
+        here if all(len(set(block)) == 1 for block in blocks) and len({b[0] for b in blocks}) == len(blocks) else world
+    )
 
 
 def _derived_seed(*parts: Any) -> int:

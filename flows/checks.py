@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import ParallelConfig
 from engine.tokenizer import Tokenizer, TokenizerError
 from engine.weights.architecture import Architecture, UnsupportedModel, read_architecture
 from engine.weights.sources import ModelNotFound, local_folder
@@ -70,7 +69,7 @@ def check(config: TrainConfig) -> tuple[Prepared | None, list[Violation]]:
     folder, architecture, tokenizer = model
     context, problems = _context(config, architecture)
     violations += problems
-    violations += _layout(config.parallel, architecture)
+    violations += _layout(config, architecture)
     if not problems:
         violations += _all_prompts_fit(config, source, held_out, tokenizer, context)
     if violations or source is None:
@@ -212,9 +211,16 @@ def _context(config: TrainConfig, architecture: Architecture) -> tuple[int, list
     return context, []
 
 
-def _layout(parallel: ParallelConfig, architecture: Architecture) -> list[Violation]:
-    problems = architecture.layout_problems(parallel.tensor_parallel_size, parallel.sequence_parallel)
-    return [Violation(("parallel",), problem) for problem in problems]
+def _layout(config: TrainConfig, architecture: Architecture) -> list[Violation]:
+    parallel = config.parallel
+    training = architecture.training_problems(parallel.layout, parallel.sequence_parallel)
+    violations = [Violation(("parallel",), problem) for problem in training]
+    try:
+        layout = config.generation.layout(parallel)
+    except ValueError as error:
+        return [*violations, Violation(("generation",), str(error))]
+    problems = [] if layout == parallel.layout else architecture.layout_problems(layout)
+    return violations + [Violation(("generation",), f"generation: {problem}") for problem in problems]
 
 
 def _all_prompts_fit(

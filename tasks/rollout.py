@@ -6,6 +6,7 @@ from typing import Any
 
 from storage.manifest import FileEntry, Manifest
 from tasks.context import Sampling, StageContext
+from tasks.figures import largest_of_ranks
 from tasks.stage import StageOutput, Work, flat, stage
 
 
@@ -54,7 +55,7 @@ def generate(work: Work, sampling: Sampling, prompts: Manifest) -> StageOutput:
     rows, wanted = sum(entry.rows for entry in files), prompts.rows * sampling.samples_per_prompt
     if rows != wanted:
         raise RuntimeError(f"the pool wrote {rows} samples for {prompts.rows} prompts, {wanted} were asked for")
-    return StageOutput(weight_version=work.step, files=files, metrics=_throughput(result))
+    return StageOutput(weight_version=work.step, files=files, metrics=_throughput(result) | largest_of_ranks(result))
 
 
 def files_of(result: dict[str, Any]) -> list[FileEntry]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from storage.manifest import Manifest
 from tasks.context import StageContext
+from tasks.figures import largest_of_ranks
 from tasks.stage import StageOutput, Work, flat, stage
 
 
@@ -33,7 +34,8 @@ def update(work: Work, *datasets: Manifest) -> StageOutput:
         RuntimeError: the pool holds another version afterwards than the next one.
     """
     result = work.call("update", update_arguments(work.ctx, work.step, datasets), expect_version=work.step)
-    return StageOutput(weight_version=checked_version(result, work.step + 1), metrics=result["ranks"][0]["metrics"])
+    metrics = result["ranks"][0]["metrics"] | largest_of_ranks(result)
+    return StageOutput(weight_version=checked_version(result, work.step + 1), metrics=metrics)
 
 
 def update_arguments(ctx: StageContext, step: int, datasets: tuple[Manifest, ...]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""vLLM in the rank's own process, on the actor's weights."""
+"""vLLM in the rank's own process, on the actor's weights in the generation layout."""
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,10 @@ import torch
 
 from engine.config import GenerationConfig
 from engine.generation.loader import LOAD_FORMAT, SharedWeights, offer
-from engine.roles.actor import Actor
+from engine.generation.ranks import rank_order
+from engine.layout import Layout
+from engine.reshard.account import Transition
+from engine.reshard.hybrid import HybridWeights
 from engine.weights.map import weight_map
 
 DEFAULT_CONTEXT = 8192
@@ -48,19 +52,39 @@ class Completion:
 
 
 class GenerationEngine:
-    """One replica's share of vLLM. With tensor parallelism every rank of the replica makes the same calls in the same order."""
+    """One replica's share of vLLM. The ranks of a replica make the same calls in the same order.
 
-    def __init__(self, actor: Actor, folder: str | Path, config: GenerationConfig) -> None:
+    Args:
+        weights: this rank's weights; the engine is built on their generation layout, which it leaves in memory.
+        folder: the model's folder, for its configuration.
+        config: sampling and limits.
+
+    Attributes:
+        replica, replicas: which of how many replicas of the model this rank belongs to.
+        leads: this rank writes the replica's answers.
+    """
+
+    def __init__(self, weights: HybridWeights, folder: str | Path, config: GenerationConfig) -> None:
         from vllm import LLM
 
-        if actor.device == "cpu":
+        if weights.actor.device == "cpu":
             _without_named_shared_memory()
 
-        self.actor = actor
-        self.max_model_len = config.max_model_len or min(actor.arch.max_positions, DEFAULT_CONTEXT)
-        self.shared = SharedWeights(weight_map(actor.arch), actor.parameters)
-        with offer(self.shared):
-            self.llm = LLM(str(folder), **_arguments(actor, config, self.max_model_len))
+        self.weights, self.device, self.config = weights, weights.actor.device, config
+        assignment = weights.plan.target
+        at = assignment.coordinates(weights.rank)
+        self.replica, self.replicas, self.leads = at.dp, assignment.layout.dp, at.tp == at.pp == 0
+        self._group = _replica_group(assignment.order.tolist(), assignment.layout, weights.rank)
+        self.max_model_len = config.max_model_len or min(weights.actor.arch.max_positions, DEFAULT_CONTEXT)
+        weights.to_generation()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+            self._make_room(int(torch.cuda.get_device_properties(0).total_memory * config.memory_fraction))
+        self.shared = SharedWeights(weight_map(weights.actor.arch), weights.generation)
+        with offer(self.shared), rank_order(assignment.order.tolist()):
+            self.llm = LLM(str(folder), **_arguments(weights, config, self.max_model_len))
+        if self.device == "cpu" and at.pp > 0:
+            self.llm.collective_rpc(_make_pipeline_buffers)
         self.awake = True
         self._calls = 0
 
@@ -112,23 +136,54 @@ class GenerationEngine:
             if steps % CANCEL_EVERY == 0 and self._agreed(cancelled()):
                 raise Cancelled(f"generation stopped after {len(done)} of {wanted} samples")
 
-    def sleep(self) -> None:
-        """Give the KV cache's memory back for training (a GPU only); weights are the actor's and stay."""
-        if self.awake and self.actor.device == "cuda":
+    def sleep(self) -> Transition:
+        """Give the KV cache's memory back (on a GPU) and the weights to the actor, for training."""
+        began = time.perf_counter()
+        if self.awake and self.device == "cuda":
             torch.cuda.synchronize()
             self.llm.sleep(level=1)
             self.awake = False
+        slept = time.perf_counter() - began
+        report = self.weights.to_training()
+        report.seconds["sleep"] = slept
+        return report
 
-    def wake(self) -> None:
-        """Take the KV cache's memory again, and forget cached prefixes: they belong to the weights before the update."""
-        if not self.awake:
-            torch.cuda.empty_cache()
-            self.llm.wake_up()
-            self.awake = True
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError(
-                "the prefix cache could not be emptied: it would answer with the weights before the update"
-            )
+    def wake(self) -> Transition:
+        """Bring the weights to the generation layout and take the KV cache's memory again.
+
+        Cached prefixes are forgotten: they belong to the weights before the update.
+        """
+        report = self.weights.to_generation()
+        with report.phase("wake"):
+            if not self.awake:
+                torch.cuda.empty_cache()
+                self._make_room(_asleep_bytes())
+                self.llm.wake_up()
+                self.awake = True
+            if not self.llm.reset_prefix_cache():
+                raise RuntimeError(
+                    "the prefix cache could not be emptied: it would answer with the weights before the update"
+                )
+        return report
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by owner: the weights', the KV cache, and what else the process has on the device."""
+        owners = self.weights.owners()
+        if self.device == "cpu":
+            return owners
+        free, total = torch.cuda.mem_get_info()
+        owners["kv_cache"] = _awake_bytes()
+        on_device = sum(size for owner, size in owners.items() if owner != "optimizer_on_host")
+        owners["allocator_unused"] = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        owners["other"] = total - free - on_device - owners["allocator_unused"]
+        return owners
+
+    def _make_room(self, needed: int) -> None:
+        """Send the optimizer state to host memory if it must go, or if `needed` bytes are not free beside it."""
+        free = torch.cuda.mem_get_info()[0]
+        wish = self.config.offload_optimizer
+        if wish == "always" or (wish == "auto" and free < needed):
+            self.weights.optimizer_to_host()
 
     def _parameters(self, sampling: Sampling, prompt_tokens: int) -> Any:
         from vllm import SamplingParams
@@ -146,13 +201,39 @@ class GenerationEngine:
         )
 
     def _agreed(self, wish: bool) -> bool:
-        if self.actor.layout.tp == 1:
+        """Whether any rank of the replica wishes it."""
+        if self._group is None:
             return wish
-        from megatron.core import parallel_state
-
-        flag = torch.tensor([float(wish)], device=self.actor.device)
-        torch.distributed.all_reduce(flag, group=parallel_state.get_tensor_model_parallel_group())
+        flag = torch.tensor([float(wish)])
+        torch.distributed.all_reduce(flag, group=self._group)
         return bool(flag.item())
+
+
+def _replica_group(order: list[int], layout: Layout, rank: int) -> torch.distributed.ProcessGroup | None:
+    """A gloo group of the ranks of this rank's replica; None when it is alone in it."""
+    size, mine = layout.tp * layout.pp, None
+    if size == 1:
+        return None
+    for start in range(0, len(order), size):
+        ranks = order[start : start + size]
+        group = torch.distributed.new_group(ranks, backend="gloo")
+        mine = group if rank in ranks else mine
+    return mine
+
+
+def _cumem() -> dict[int, Any]:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    return CuMemAllocator.get_instance().pointer_to_data
+
+
+def _asleep_bytes() -> int:
+    """Bytes that waking the engine takes."""
+    return sum(data.handle[1] for data in _cumem().values() if getattr(data, "is_asleep", True))
+
+
+def _awake_bytes() -> int:
+    return sum(data.handle[1] for data in _cumem().values() if not getattr(data, "is_asleep", False))
 
 
 def _completion(output: Any) -> Completion:
@@ -168,6 +249,14 @@ def _seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def _make_pipeline_buffers(worker: Any) -> None:
+    """What a later pipeline stage receives into; vLLM makes it while warming up, which it does not do on CPU."""
+    runner = worker.model_runner
+    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+        batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+    )
+
+
 def _without_named_shared_memory() -> None:
     """Tensor parallel ranks on CPU talk over gloo.
 
@@ -179,7 +268,8 @@ def _without_named_shared_memory() -> None:
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
-def _arguments(actor: Actor, config: GenerationConfig, max_model_len: int) -> dict[str, Any]:
+def _arguments(weights: HybridWeights, config: GenerationConfig, max_model_len: int) -> dict[str, Any]:
+    actor, layout = weights.actor, weights.plan.target.layout
     common: dict[str, Any] = dict(
         load_format=LOAD_FORMAT,
         dtype=str(actor.dtype).removeprefix("torch."),
@@ -192,7 +282,12 @@ def _arguments(actor: Actor, config: GenerationConfig, max_model_len: int) -> di
         disable_log_stats=True,
     )
     if torch.distributed.get_world_size() > 1:
-        common |= dict(distributed_executor_backend="external_launcher", tensor_parallel_size=actor.layout.tp)
+        common |= dict(
+            distributed_executor_backend="external_launcher",
+            tensor_parallel_size=layout.tp,
+            pipeline_parallel_size=layout.pp,
+            enable_expert_parallel=layout.ep > 1,
+        )
     if actor.device == "cpu":
         return common | dict(enforce_eager=True, kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30))
     return common | dict(

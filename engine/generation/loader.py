@@ -22,25 +22,25 @@ LOAD_FORMAT = "onecopy"
 
 
 class NotShared(RuntimeError):
-    """A vLLM parameter has no Megatron parameter of the same shape and type, or the reverse."""
+    """A vLLM parameter has no generation tensor of the same shape and type, or the reverse."""
 
 
 class SharedWeights:
-    """The actor's parameters, offered to one vLLM engine.
+    """The generation tensors of this rank, offered to one vLLM engine.
 
     Args:
         weights: rows of the weight map.
-        parameters: Megatron name to this rank's parameter.
+        tensors: weight map name to this rank's tensor; weights of other pipeline stages are missing.
     """
 
-    def __init__(self, weights: tuple[Weight, ...], parameters: dict[str, torch.nn.Parameter]) -> None:
-        self._source = {name: parameters[w.megatron] for w in weights for name in w.vllm}
-        self._all = dict(parameters)
+    def __init__(self, weights: tuple[Weight, ...], tensors: dict[str, Tensor]) -> None:
+        self._source = {name: tensors[w.megatron] for w in weights if w.megatron in tensors for name in w.vllm}
+        self._all = dict(tensors)
         self.model: torch.nn.Module | None = None
         self.private_bytes = 0
 
     def bind(self, model: torch.nn.Module) -> None:
-        """Point every parameter of vLLM's model at the actor's memory.
+        """Point every parameter of vLLM's model at its generation tensor.
 
         Raises:
             NotShared: something would be left over on either side.
@@ -52,7 +52,8 @@ class SharedWeights:
                 raise NotShared(f"vLLM's parameter {name} {tuple(parameter.shape)} is in no row of the weight map")
             if (parameter.shape, parameter.dtype) != (source.shape, source.dtype) or not source.is_contiguous():
                 raise NotShared(
-                    f"{name}: vLLM has {tuple(parameter.shape)} {parameter.dtype}, the actor {tuple(source.shape)} {source.dtype}"
+                    f"{name}: vLLM has {tuple(parameter.shape)} {parameter.dtype},"
+                    f" the weight map {tuple(source.shape)} {source.dtype}"
                 )
             parameter.data = source.data
         self.model = model
@@ -65,11 +66,11 @@ class SharedWeights:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             source = self._source[name]
             if parameter.data_ptr() != source.data_ptr() or parameter.stride() != source.stride():
-                raise NotShared(f"{name} is no longer the actor's memory")
+                raise NotShared(f"{name} is no longer the shared memory")
             seen[source.data_ptr()] = source
         left = [name for name, p in self._all.items() if p.data_ptr() not in seen]
         if left:
-            raise NotShared(f"the actor's parameters {', '.join(left[:4])} are not used by vLLM")
+            raise NotShared(f"the weights {', '.join(left[:4])} are not used by vLLM")
         return sum(p.numel() * p.element_size() for p in seen.values())
 
 

@@ -28,6 +28,8 @@ from engine.generation.engine import GenerationEngine, Sampling
 from engine.layout import Layout
 from engine.losses.config import LossConfig
 from engine.megatron.update import Update, UpdateSettings
+from engine.reshard.hybrid import HybridWeights
+from engine.reshard.plan import plan_generation
 from engine.roles.actor import Actor
 from engine.samples import Samples
 from engine.weights.architecture import read_architecture
@@ -94,7 +96,8 @@ def measure(options: argparse.Namespace, folder: Path, device: str) -> dict[str,
         max_model_len=options.prompt + options.response, max_concurrent_samples=options.samples,
         memory_fraction=options.memory_fraction, kv_cache_gib=0.5,
     )  # fmt: skip
-    started, engine = clock(lambda: GenerationEngine(actor, folder, generation))
+    plan = plan_generation(arch, Layout(), Layout(), bytes_per_number=dtype.itemsize)
+    started, engine = clock(lambda: GenerationEngine(HybridWeights(actor, plan), folder, generation))
     rows = [alternation(number, options, actor, engine, clock) for number in range(options.alternations + 1)]
     parameters = sum(p.numel() for p in actor.parameters.values())
     result = {
@@ -114,9 +117,9 @@ def measure(options: argparse.Namespace, folder: Path, device: str) -> dict[str,
 def alternation(
     number: int, options: argparse.Namespace, actor: Actor, engine: GenerationEngine, clock: Clock
 ) -> dict[str, Any]:
-    """Sleep, update, wake, generate, compare."""
+    """Update, wake, generate, sleep, compare."""
     vocabulary = actor.arch.vocabulary
-    asleep, _ = clock(engine.sleep)
+    engine.sleep()  # it is awake after its construction
     sequences = random_tokens(options.batch, options.sequence, vocabulary, number)
     half = options.sequence // 2
     responses = [s[half:] for s in sequences]
@@ -129,6 +132,8 @@ def alternation(
     prompts = random_tokens(options.samples, options.prompt, vocabulary, 1000 + number)
     sampling = Sampling(1.0, 1.0, options.response, (), number)
     generate, completions = clock(lambda: engine.generate(prompts, sampling))
+    used = memory(actor.device)
+    asleep, _ = clock(engine.sleep)
     shown = slice(0, 4)
     mine = actor.logprobs(prompts[shown], [c.tokens for c in completions[shown]], 1.0).cpu()
     theirs = torch.tensor([x for c in completions[shown] for x in c.logprobs])
@@ -138,7 +143,7 @@ def alternation(
         "sleep_s": asleep, "train_s": train, "wake_s": awake, "generate_s": generate,
         "generated_tokens_per_s": sum(len(c.tokens) for c in completions) / generate,
         "loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "gap_mean": gap.mean().item(), "gap_max": gap.max().item(),
-        "memory": memory(actor.device),
+        "memory": used,
     }  # fmt: skip
 
 

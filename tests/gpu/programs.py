@@ -64,23 +64,27 @@ def _train_in_fp32(folder: str) -> dict[str, Any]:
 
 def _alternate_in_bf16(folder: str) -> dict[str, Any]:
     from engine.generation.engine import GenerationEngine, Sampling
+    from engine.reshard.hybrid import HybridWeights
+    from engine.reshard.plan import plan_generation
 
     actor = _actor(folder, torch.bfloat16, OptimizerConfig(lr=1e-4))
+    weights = HybridWeights(actor, plan_generation(actor.arch, Layout(), Layout(), bytes_per_number=2))
     engine = GenerationEngine(
-        actor, folder, GenerationConfig(max_model_len=256, max_concurrent_samples=32, memory_fraction=0.2)
+        weights, folder, GenerationConfig(max_model_len=256, max_concurrent_samples=32, memory_fraction=0.2)
     )
     prompts = [[50 + i, 51, 52 + i] for i in range(32)]
     gaps, reserved = [], []
     for seed in range(6):
         found = engine.generate(prompts, Sampling(1.0, 1.0, 64, (0,), seed))
+        shared = engine.shared.check()
+        engine.sleep()
         mine = actor.logprobs(prompts, [c.tokens for c in found], 1.0).cpu()
         gaps.append((mine - torch.tensor([x for c in found for x in c.logprobs])).abs().mean().item())
-        engine.sleep()
         Update(actor, demonstrations(seed, actor.arch.vocabulary), settings(LossConfig(name="sft"))).run()
         engine.wake()
         reserved.append(torch.cuda.memory_reserved())
     parameters = sum(p.numel() * p.element_size() for p in actor.parameters.values())
     return {
-        "gaps": gaps, "reserved": reserved[1:], "shared": engine.shared.check(), "private": engine.shared.private_bytes,
+        "gaps": gaps, "reserved": reserved[1:], "shared": shared, "private": engine.shared.private_bytes,
         "parameters": parameters,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""vLLM on the actor's memory: its log-probabilities equal the actor's before and after updates, and no address changes."""
+"""vLLM on the actor's weights, in its own layout: log-probabilities and every weight agree before and after updates."""
 
 import pytest
 
@@ -7,20 +7,47 @@ from tests.support.tiny_models import VOCABULARY, make_model
 
 pytestmark = pytest.mark.integration
 
+
+def tp(size):
+    return {"tensor_parallel_size": size}
+
+
+def pp(size):
+    return {"pipeline_parallel_size": size}
+
+
+def dp(size):
+    return {"data_parallel_size": size}
+
+
+SP = {"sequence_parallel": True}
+
 RUNS = {
-    "qwen2 tp1": dict(case="qwen2", world=1, tp=1, alternations=10),
-    "llama dp2": dict(case="llama", world=2, tp=1),
-    "qwen3 tied tp2 sp": dict(case="qwen3", world=2, tp=2, sequence_parallel=True),
-    "qwen3moe tp2 sp": dict(case="qwen3moe", world=2, tp=2, sequence_parallel=True),
-}
+    # equal layouts: one memory
+    "qwen2": dict(case="qwen2", world=1, parallel={}, alternations=10),
+    "llama dp2": dict(case="llama", world=2, parallel=dp(2)),
+    "qwen3moe tp2": dict(case="qwen3moe", world=2, parallel=tp(2) | SP),
+    "mixtral": dict(case="mixtral", world=1, parallel={}),
+    # regroup, and the way back from it
+    "qwen3 tp2 to tp1 x 2": dict(case="qwen3", world=2, parallel=tp(2) | SP, generate=tp(1)),
+    "llama pp2 to tp1 x 2": dict(case="llama", world=2, parallel=pp(2), generate=tp(1)),
+    "qwen2 dp2 to tp2, one key-value head": dict(
+        case="qwen2", world=2, parallel=dp(2), generate=tp(2), model={"num_key_value_heads": 1}
+    ),
+    "qwen3 dp2 to pp2": dict(case="qwen3", world=2, parallel=dp(2), generate=tp(1) | pp(2)),
+    # move
+    "qwen2 tied pp2 to tp2": dict(case="qwen2-tied", world=2, parallel=pp(2), generate=tp(2)),
+    "qwen3moe ep2 to tp2": dict(case="qwen3moe", world=2, parallel=dp(2) | {"expert_parallel_size": 2}, generate=tp(2)),
+    "qwen2 tp2 pp2 to tp2 x 2": dict(case="qwen2", world=4, parallel=tp(2) | pp(2) | SP, generate=tp(2)),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=RUNS)
 def ranks(request, tmp_path_factory):
     run = dict(RUNS[request.param])
-    world, case = run.pop("world"), run.pop("case")
-    folder = make_model(case, tmp_path_factory.mktemp(case))
-    return run_ranks("tests.integration.engine.programs:generation", world, {"folder": str(folder), **run})
+    world, case, model = run.pop("world"), run.pop("case"), run.pop("model", {})
+    folder = make_model(case, tmp_path_factory.mktemp(case), **model)
+    return run_ranks("tests.integration.engine.generation_programs:generation", world, {"folder": str(folder), **run})
 
 
 def test_logprobs_equal_the_actors_before_and_after_updates(ranks):
@@ -29,6 +56,11 @@ def test_logprobs_equal_the_actors_before_and_after_updates(ranks):
             for kind in ("greedy", "sampled"):
                 # greedy: vLLM's processed log-probabilities of a greedy sample are those of temperature 1
                 assert rank[when][kind]["gap"] <= 1e-4, (when, kind)
+
+
+def test_every_parameter_is_the_slice_of_the_export_and_comes_back_unchanged(ranks):
+    for rank in ranks:
+        assert rank["wrong"] == [] and rank["changed"] == []
 
 
 def test_sampling_is_reproducible_and_samples_of_a_prompt_differ(ranks):
@@ -52,8 +84,27 @@ def test_padded_tokens_are_never_sampled(ranks):
         )
 
 
-def test_every_parameter_is_shared_and_memory_does_not_grow(ranks):
+def test_one_copy_of_the_weights_at_any_time(ranks):
+    """In generation the generation shard and no gradients, in training the training shard; alignment of tensors is the rest."""
     for rank in ranks:
-        assert rank["shared"] == rank["parameters"]
-        assert rank["private"] < 0.02 * rank["parameters"]
+        generating, training = rank["in_generation"], rank["in_training"]
+        assert rank["first"]["shared"] == rank["last"]["shared"] == rank["generate_bytes"]
+        in_generation = generating["generation_weights"] + generating["shared_weights"]
+        assert rank["generate_bytes"] <= in_generation < 1.01 * rank["generate_bytes"]
+        assert generating["training_weights"] == generating["gradients"] == 0
+        in_training = training["training_weights"] + training["shared_weights"]
+        assert rank["train_bytes"] <= in_training < 1.01 * rank["train_bytes"]
+        assert training["generation_weights"] == 0 < training["gradients"]
+        assert rank["private"] < 0.02 * rank["generate_bytes"]
+
+
+def test_equal_layouts_share_memory_and_others_do_not(ranks, request):
+    equal = "to" not in request.node.callspec.params["ranks"].split()
+    for rank in ranks:
+        assert rank["resident"] == equal
+        assert (rank["in_generation"]["shared_weights"] > 0) == equal
+
+
+def test_memory_does_not_grow(ranks):
+    for rank in ranks:
         assert rank["memory"][-1] - rank["memory"][0] < 40  # MiB; caches of the first rounds, no copy a round
