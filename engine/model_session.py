@@ -20,6 +20,7 @@ from engine.layout import contiguous_ranges
 from engine.losses.config import LossConfig
 from engine.megatron import checkpoint
 from engine.megatron.update import Update, UpdateSettings
+from engine.megatron.working_memory import WorkingMemory
 from engine.reshard.account import Transition
 from engine.reshard.hybrid import HybridWeights
 from engine.reshard.plan import plan_generation
@@ -84,6 +85,7 @@ class ModelSession:
         )
         self.engine = GenerationEngine(HybridWeights(self.actor, plan), folder, generation)
         self.tokenizer = Tokenizer(folder)
+        self.working_memory = WorkingMemory(device)
 
     def differences(self, spec: dict[str, Any]) -> list[str]:
         """What of `spec` the running engines cannot take on, because it is built into them."""
@@ -232,8 +234,6 @@ class ModelSession:
             raise RuntimeError(f"asked to update version {version}, this rank holds {self.weight_version}")
         samples = _read_samples(Store.open(store), datasets)
         began = time.monotonic()
-        transition = self.engine.sleep()
-        self.actor.optimizer_config = OptimizerConfig(**optimizer)
         settings = UpdateSettings(
             loss=LossConfig(**loss),
             temperature=temperature,
@@ -243,8 +243,13 @@ class ModelSession:
             horizon=horizon,
             seed=_derived_seed(seed, version, "update", 0),
         )
+        work = Update(self.actor, samples, settings)
+        tokens = work.largest_micro_batch
+        transition = self.engine.sleep(self.working_memory.needed(tokens))
+        self.actor.optimizer_config = OptimizerConfig(**optimizer)
         self.weight_version = None
-        metrics = Update(self.actor, samples, settings).run(lambda done, total: tell(done=done, total=total))
+        with self.working_memory.measured(tokens):
+            metrics = work.run(lambda done, total: tell(done=done, total=total))
         self.weight_version = version + 1
         metrics |= self._transition_metrics(transition)
         metrics["seconds"] = time.monotonic() - began

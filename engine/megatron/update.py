@@ -106,6 +106,12 @@ class Update:
                 on_step(number + 1, total)
         return self._metrics(norms, rates)
 
+    @property
+    def largest_micro_batch(self) -> int:
+        """Tokens of the longest row that this replica will run."""
+        rows = [row for indices in self.steps for row in self._micro_batches(indices)[0]]
+        return max((sum(self.samples.lengths[i] for i in row) for row in rows), default=0)
+
     def _micro_batches(self, indices: list[int]) -> tuple[list[list[int]], int]:
         """This replica's micro-batches (sample indices) of a mini-batch, and the highest number that any replica has."""
         lengths = self.samples.lengths

@@ -53,6 +53,7 @@ class HybridWeights:
         self.actor, self.plan = actor, plan
         self.rank = torch.distributed.get_rank()
         self.in_generation = False
+        self._changing = False
         self._host = HostCopy()
         self._back = reversed_plan(plan)
         moving = self._moving()
@@ -86,6 +87,7 @@ class HybridWeights:
         """
         report = Transition("generation")
         if not self.in_generation:
+            self._begin_change()
             report.count(self.plan, self.rank)
             for region in self._gradients:
                 region.release()
@@ -97,13 +99,14 @@ class HybridWeights:
             self._peak(report)
             for region in self._training:
                 region.release()
-            self.in_generation = True
+            self.in_generation, self._changing = True, False
         return report
 
     def to_training(self) -> Transition:
         """Give the actor its weights and gradients back; the generation tensors' content is gone afterwards."""
         report = Transition("training")
         if self.in_generation:
+            self._begin_change()
             report.count(self._back, self.rank)
             for region in self._training:
                 region.take()
@@ -115,15 +118,28 @@ class HybridWeights:
                 self._generation.release()
             for region in self._gradients:
                 region.take()
-            if self._host.away:
+            if self._host.away_bytes:
                 with report.phase("optimizer"):
                     self._host.move_back()
-            self.in_generation = False
+            self.in_generation, self._changing = False, False
         return report
+
+    def _begin_change(self) -> None:
+        """Refuse a change after one that did not end: the weights are then in neither layout."""
+        if self._changing:
+            raise RuntimeError("an earlier change of layout failed: the weights are in neither; start the pool anew")
+        self._changing = True
+
+    def bytes_to_train(self) -> int:
+        """Device bytes that `to_training` takes, less what it gives back."""
+        if not self.in_generation:
+            return 0
+        taken = sum(region.full_bytes - region.resident_bytes for region in (*self._training, *self._gradients))
+        return taken + self._host.away_bytes - (self._generation.resident_bytes if self._generation is not None else 0)
 
     def optimizer_to_host(self) -> None:
         """Move masters and moments to host memory until the next `to_training`."""
-        if not self._host.away:
+        if not self._host.away_bytes:
             self._host.move_out(device_state(self.actor.optimizer))
 
     def owners(self) -> dict[str, int]:
@@ -136,7 +152,7 @@ class HybridWeights:
             "shared_weights": sum(shared.values()),
             "gradients": sum(region.resident_bytes for region in self._gradients),
             "optimizer": sum(tensor.untyped_storage().nbytes() for tensor in state),
-            "optimizer_on_host": self._host.host_bytes if self._host.away else 0,
+            "optimizer_on_host": self._host.away_bytes,
         }
 
     def _shared_tensors(self) -> list[Tensor]:

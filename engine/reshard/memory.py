@@ -13,6 +13,10 @@ class Region(Protocol):
     """Memory of one flat tensor."""
 
     @property
+    def full_bytes(self) -> int:
+        """Bytes held when it is taken."""
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes held now."""
 
@@ -28,15 +32,15 @@ class StorageRegion:
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = tensor.untyped_storage()
-        self._bytes = self._storage.nbytes()
+        self.full_bytes = self._storage.nbytes()
 
     @property
     def resident_bytes(self) -> int:
         return self._storage.nbytes()
 
     def take(self) -> None:
-        if self._storage.nbytes() != self._bytes:
-            self._storage.resize_(self._bytes)
+        if self._storage.nbytes() != self.full_bytes:
+            self._storage.resize_(self.full_bytes)
 
     def release(self) -> None:
         self._storage.resize_(0)
@@ -54,11 +58,12 @@ class MappedRegion:
             self.tensor = torch.empty(numbers, dtype=dtype, device="cuda")
         # Taken out of vLLM's list, so that its sleep and wake_up leave it alone: these pages live by the weights' own times.
         self._handle = allocator.pointer_to_data.pop(self.tensor.data_ptr()).handle
+        self.full_bytes: int = self._handle[1]
         self._held = True
 
     @property
     def resident_bytes(self) -> int:
-        return self._handle[1] if self._held else 0
+        return self.full_bytes if self._held else 0
 
     def take(self) -> None:
         if not self._held:
@@ -84,7 +89,7 @@ def flat_region(numbers: int, dtype: torch.dtype, device: str) -> tuple[Tensor, 
 class HostCopy:
     """Tensors that can be moved to host memory and back; the tensors themselves stay what the optimizer knows.
 
-    The host memory is pinned, kept between moves, and counted by `host_bytes`.
+    The host memory is pinned and kept between moves.
     """
 
     def __init__(self) -> None:
@@ -92,23 +97,20 @@ class HostCopy:
         self._kept: dict[int, Tensor] = {}
 
     @property
-    def host_bytes(self) -> int:
-        return sum(copy.nbytes for copy in self._kept.values())
-
-    @property
-    def away(self) -> bool:
-        return bool(self._away)
+    def away_bytes(self) -> int:
+        """Bytes that are on the host and not on the device."""
+        return sum(copy.nbytes for _, copy in self._away)
 
     def move_out(self, tensors: Iterable[Tensor]) -> None:
         """Copy to host memory and give the device's back. Each tensor must own the whole of its storage."""
         for tensor in tensors:
-            key = tensor.untyped_storage()._cdata
-            if key not in self._kept:
-                self._kept[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._kept[key].copy_(tensor, non_blocking=True)
-            self._away.append((tensor, self._kept[key]))
-        if any(tensor.is_cuda for tensor, _ in self._away):
-            torch.cuda.synchronize()
+            copy = self._kept.get(id(tensor))
+            if copy is None or copy.shape != tensor.shape:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._kept[id(tensor)] = copy
+            copy.copy_(tensor, non_blocking=True)
+            self._away.append((tensor, copy))
+        self._wait()
         for tensor, _ in self._away:
             tensor.untyped_storage().resize_(0)
 
@@ -117,6 +119,9 @@ class HostCopy:
         for tensor, copy in self._away:
             tensor.untyped_storage().resize_(copy.nbytes)
             tensor.copy_(copy, non_blocking=True)
+        self._wait()
+        self._away = []
+
+    def _wait(self) -> None:
         if any(tensor.is_cuda for tensor, _ in self._away):
             torch.cuda.synchronize()
-        self._away = []

@@ -18,7 +18,7 @@ from engine.megatron.optimizer import build_optimizer, configure, learning_rate,
 from engine.megatron.packing import pack
 from engine.megatron.schedule import Loss, run_rows
 from engine.weights.architecture import Architecture
-from engine.weights.huggingface import load_folder
+from engine.weights.huggingface import WeightsMismatch, load_folder
 from engine.weights.map import megatron_places, weight_map
 
 Tokens = list[list[int]]
@@ -80,6 +80,10 @@ class Actor:
         self.parameters: dict[str, torch.nn.Parameter] = {
             name: named[place.chunk][place.name] for name, place in places.items()
         }
+        known = {id(parameter) for parameter in self.parameters.values()}
+        unknown = [name for chunk in named for name, parameter in chunk.items() if id(parameter) not in known]
+        if unknown:
+            raise WeightsMismatch(f"Megatron's parameters {', '.join(unknown[:4])} are in no row of the weight map")
         self.shards = {name: weights[name].shard(self.layout, self.coordinates) for name in places}
         for name, parameter in self.parameters.items():
             axis, stacked = weights[name].axis, weights[name].stacked

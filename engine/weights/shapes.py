@@ -60,6 +60,6 @@ SHAPES: dict[str, Config] = {
     "llama3-70b": _config("llama", 80, 8192, 64, 8, 28672, 128256),
     "llama3-405b": _config("llama", 126, 16384, 128, 8, 53248, 128256),
     "mixtral-8x7b": _config("mixtral", 32, 4096, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2),
-    "deepseek-v3-like": _qwen3_moe(58, 7168, 128, 128, 256, 2048, 129280),
+    "deepseek-v3-like": _qwen3_moe(58, 7168, 128, 8, 256, 2048, 129280),
 }
 """The last one has the size and the experts of DeepSeek-V3's sparse layers with plain attention: 670 billion parameters."""

@@ -18,14 +18,14 @@ from storage.manifest import FileEntry, Manifest, fingerprint, utc_now
 PPO = dict(name="ppo", aggregation="token-mean", importance_cap=2.0)
 
 
-def spec(folder: str, tp: int) -> dict[str, Any]:
-    world = dist.get_world_size()
+def spec(folder: str, parallel: dict[str, Any] | None = None, generate: dict[str, Any] | None = None) -> dict[str, Any]:
     generation = GenerationConfig(
-        max_response_tokens=12, max_model_len=128, kv_cache_gib=0.2, max_concurrent_samples=16, samples_per_prompt=4
-    )
+        max_response_tokens=12, max_model_len=128, kv_cache_gib=0.2, max_concurrent_samples=16, samples_per_prompt=4,
+        **(generate or {}),
+    )  # fmt: skip
     return {
         "model": {"path": folder, "precision": "auto"},
-        "parallel": ParallelConfig(tensor_parallel_size=tp, data_parallel_size=world // tp).model_dump(mode="json"),
+        "parallel": ParallelConfig(**(parallel or {})).model_dump(mode="json"),
         "optimizer": OptimizerConfig(lr=1e-3, weight_decay=0.1).model_dump(mode="json"),
         "generation": generation.model_dump(mode="json"),
         "seed": 3,
@@ -35,10 +35,10 @@ def spec(folder: str, tp: int) -> dict[str, Any]:
 class Driver:
     """Plays the flow: stages are published by rank 0, which tells the others the manifests."""
 
-    def __init__(self, root: str, folder: str, tp: int) -> None:
+    def __init__(self, root: str, folder: str, *layouts: dict[str, Any]) -> None:
         self.root, self.ledger = root, Ledger(root, "run")
         self.worker = Worker(dist.get_rank(), dist.get_world_size(), "cpu")
-        self.spec = spec(folder, tp)
+        self.spec = spec(folder, *layouts)
         self.worker.execute("load", {"run": "r", "spec": self.spec})
 
     def publish(self, stage: str, step: int, files: list[dict[str, Any]], version: int) -> dict[str, Any]:
@@ -112,15 +112,16 @@ class Driver:
         return self.worker.execute("update", args | changes)["metrics"]
 
     def state(self) -> list[float]:
-        """Numbers that change with any weight."""
+        """Numbers that change with any weight, in the training layout."""
+        self.worker.model.engine.sleep()
         with torch.no_grad():
             actor = self.worker.model.actor
             return [p.double().abs().sum().item() for p in actor.parameters.values()]
 
 
-def life(root: str, folder: str, tp: int) -> dict[str, Any]:
+def life(root: str, folder: str, parallel: dict[str, Any], generate: dict[str, Any]) -> dict[str, Any]:
     """Rollout, update, checkpoint, another update; then back to the checkpoint and the same update again."""
-    run = Driver(root, folder, tp)
+    run = Driver(root, folder, parallel, generate)
     first = run.rollout(0)
     metrics = run.update(0, first, run.advantage(0, first))
     several = run.rollout(1)
@@ -139,9 +140,9 @@ def life(root: str, folder: str, tp: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def fail_in_update(root: str, folder: str, tp: int) -> dict[str, Any]:
+def fail_in_update(root: str, folder: str) -> dict[str, Any]:
     """A batch whose gradient is not finite: the update fails and the rank refuses everything but a restore."""
-    run = Driver(root, folder, tp)
+    run = Driver(root, folder)
     before = run.state()
     rollout = run.rollout(0)
     advantage = run.advantage(0, rollout)
@@ -182,5 +183,5 @@ def greedy_with_the_worker(folder: str, prompts: list[list[int]], count: int) ->
     from engine.generation.engine import Sampling
 
     worker = Worker(0, 1, "cpu")
-    worker.execute("load", {"run": "r", "spec": spec(folder, 1)})
+    worker.execute("load", {"run": "r", "spec": spec(folder)})
     return [c.tokens for c in worker.model.engine.generate(prompts, Sampling(0.0, 1.0, count, (), 0))]
