@@ -22,12 +22,18 @@ from tests.integration.engine.programs import (
     settings,
 )
 
+KEPT: list[Any] = []
+"""Engines live as long as the process: vLLM takes the process groups down when it is collected."""
 
-def alternate(folder: str) -> dict[str, Any]:
-    """fp32 updates beside transformers, then bf16 alternations of generation and training."""
+
+def alternate(folder: str, shared: bool) -> dict[str, Any]:
+    """fp32 updates beside transformers, then bf16 alternations of generation and training.
+
+    Without `shared` the weights move between two memories although one would do, as they would between different layouts.
+    """
     torch.backends.cuda.matmul.allow_tf32 = False
     result = _train_in_fp32(folder)
-    return result | _alternate_in_bf16(folder)
+    return result | _alternate_in_bf16(folder, shared)
 
 
 def _actor(folder: str, dtype: torch.dtype, optimizer: OptimizerConfig) -> Actor:
@@ -62,21 +68,25 @@ def _train_in_fp32(folder: str) -> dict[str, Any]:
     return {"norms": norms, "fp32_gap": (actor.logprobs(prompts, responses, 1.0).cpu() - expected).abs().max().item()}
 
 
-def _alternate_in_bf16(folder: str) -> dict[str, Any]:
+def _alternate_in_bf16(folder: str, shared: bool) -> dict[str, Any]:
     from engine.generation.engine import GenerationEngine, Sampling
     from engine.reshard.hybrid import HybridWeights
     from engine.reshard.plan import plan_generation
 
     actor = _actor(folder, torch.bfloat16, OptimizerConfig(lr=1e-4))
-    weights = HybridWeights(actor, plan_generation(actor.arch, Layout(), Layout(), bytes_per_number=2))
+    plan = plan_generation(actor.arch, Layout(), Layout(), bytes_per_number=2)
+    if not shared:
+        plan.__dict__["resident"] = frozenset()
+    weights = HybridWeights(actor, plan)
     engine = GenerationEngine(
         weights, folder, GenerationConfig(max_model_len=256, max_concurrent_samples=32, memory_fraction=0.2)
     )
+    KEPT.append(engine)
     prompts = [[50 + i, 51, 52 + i] for i in range(32)]
     gaps, reserved = [], []
     for seed in range(6):
         found = engine.generate(prompts, Sampling(1.0, 1.0, 64, (0,), seed))
-        shared = engine.shared.check()
+        shared_bytes, owners = engine.shared.check(), engine.memory()
         engine.sleep()
         mine = actor.logprobs(prompts, [c.tokens for c in found], 1.0).cpu()
         gaps.append((mine - torch.tensor([x for c in found for x in c.logprobs])).abs().mean().item())
@@ -85,6 +95,6 @@ def _alternate_in_bf16(folder: str) -> dict[str, Any]:
         reserved.append(torch.cuda.memory_reserved())
     parameters = sum(p.numel() * p.element_size() for p in actor.parameters.values())
     return {
-        "gaps": gaps, "reserved": reserved[1:], "shared": shared, "private": engine.shared.private_bytes,
+        "gaps": gaps, "reserved": reserved[1:], "shared": shared_bytes, "owners": owners, "private": engine.shared.private_bytes,
         "parameters": parameters,
     }  # fmt: skip

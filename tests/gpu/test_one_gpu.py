@@ -18,16 +18,24 @@ WIDE = dict(
 )
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+RUNS = {"llama": True, "qwen2": True, "qwen3": True, "qwen2 moved": False}
+"""Family, and whether training and generation share the memory of the weights (else they are moved, as between layouts)."""
+
+
+@pytest.fixture(scope="module", params=RUNS)
 def rank(request, tmp_path_factory):
-    folder = make_model(request.param, tmp_path_factory.mktemp(request.param), **WIDE)
-    (result,) = run_ranks("tests.gpu.programs:alternate", 1, {"folder": str(folder)}, timeout_s=280)
-    return result
+    case, shared = request.param.split()[0], RUNS[request.param]
+    folder = make_model(case, tmp_path_factory.mktemp(case), **WIDE)
+    (result,) = run_ranks("tests.gpu.programs:alternate", 1, {"folder": str(folder), "shared": shared}, timeout_s=280)
+    return result | {"one memory": shared}
 
 
-def test_weights_are_shared_and_nothing_is_copied(rank):
+def test_one_copy_of_the_weights(rank):
     assert rank["shared"] == rank["parameters"]
     assert rank["private"] < 0.02 * rank["parameters"]
+    owners = rank["owners"]
+    assert owners["training_weights"] == owners["gradients"] == 0
+    assert (owners["generation_weights"] == 0) == rank["one memory"] == (owners["shared_weights"] > 0)
 
 
 def test_rollout_logprobs_equal_the_actors_within_bf16_noise(rank):
