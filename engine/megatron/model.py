@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,7 +28,8 @@ from engine.weights.architecture import Architecture
 class SharedModel(GPTModel):
     """One chunk of a decoder; rope by explicit positions, vocabulary padded as vLLM pads it.
 
-    It returns hidden states: the next chunk takes them, or on the last stage `response_logprobs`.
+    It returns hidden states: the next chunk takes them, or on the last stage `outputs`. With `arch.labels` it has a score head
+    (critic, reward model) in place of the language model's.
     """
 
     def __init__(self, config: TransformerConfig, arch: Architecture, layout: Layout, pp: int, chunk: int) -> None:
@@ -44,7 +46,10 @@ class SharedModel(GPTModel):
             post_process=stop == arch.layers,
             vp_stage=chunk if layout.vpp > 1 else None,
         )
-        self.vocabulary = arch.vocabulary
+        if arch.labels and self.post_process:
+            del self.output_layer
+            self.score_head = _score_head(arch, config)
+        self.vocabulary, self.labels = arch.vocabulary, arch.labels
         self.inverse_frequencies = torch.tensor(arch.rope.inverse_frequencies(arch.head_dim), dtype=torch.float32)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple[Any, ...]:
@@ -65,8 +70,16 @@ class SharedModel(GPTModel):
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
-    def response_logprobs(self, hidden: Tensor, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [response tokens] of a row's responses, from the decoder's output."""
+    def outputs(self, hidden: Tensor, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
+        """What the role is for, fp32, from the decoder's output.
+
+        Returns:
+            log-probabilities and entropies [response tokens] of a row's responses; with a score head the scores at their
+            predictions [response tokens(, labels)] and at the sequences' ends [sequences(, labels)].
+        """
+        if self.labels:
+            scores = self._scores(hidden)
+            return scores.index_select(0, row.response), scores.index_select(0, row.ends)
         return token_logprobs(
             hidden,
             self.output_weight,
@@ -77,6 +90,18 @@ class SharedModel(GPTModel):
             group=parallel_state.get_tensor_model_parallel_group(),
             sequence_parallel=self.config.sequence_parallel,
         )
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        """[tokens(, labels)] fp32; every tensor parallel rank computes them all."""
+        if self.config.sequence_parallel:
+            # each rank has the whole gradient of what it gathers: its own part is split off, not summed
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        scores = F.linear(hidden[:, 0], self.score_head.weight).float()
+        return scores[:, 0] if self.labels == 1 else scores
+
+
+def _score_head(arch: Architecture, config: TransformerConfig) -> torch.nn.Linear:
+    return torch.nn.Linear(arch.hidden, arch.labels, bias=False, dtype=config.params_dtype)
 
 
 def layer_spec(config: TransformerConfig, layers: int) -> TransformerBlockSubmodules:
@@ -173,10 +198,18 @@ def _expert_settings(arch: Architecture, layout: Layout) -> dict[str, Any]:
     )
 
 
+_initialised: Layout | None = None
+"""The layout of Megatron's process groups, which are global."""
+
+
 def initialise_parallel_state(layout: Layout, device: str) -> None:
-    """Megatron's process groups for `layout`, over an initialised `torch.distributed`."""
+    """Megatron's process groups for `layout`, over an initialised `torch.distributed`; models of one layout share them."""
+    global _initialised
     if parallel_state.model_parallel_is_initialized():
+        if _initialised == layout:
+            return
         parallel_state.destroy_model_parallel()
+    _initialised = layout
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

@@ -20,6 +20,7 @@ class PackedRow:
         positions: [1, tokens] int64, each token's place in its own sequence.
         targets: [tokens] int64, the following token of the same sequence (0 where there is none).
         response: [response tokens] int64, where the row holds the prediction of each response token, sequence by sequence.
+        ends: [sequences] int64, the last token of each sequence.
         attention: the sequences' edges, for the attention kernel.
     """
 
@@ -27,6 +28,7 @@ class PackedRow:
     positions: Tensor
     targets: Tensor
     response: Tensor
+    ends: Tensor
     attention: PackedSeqParams
 
 
@@ -65,5 +67,6 @@ def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], m
         positions=torch.cat([torch.arange(int(n)) for n in lengths])[None].to(device),
         targets=targets.to(device),
         response=torch.cat(places).to(device) if places else torch.empty(0, dtype=torch.int64, device=device),
+        ends=(edges[1 : len(prompts) + 1] - 1).to(device),
         attention=attention,
     )

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from engine.megatron.model import SharedModel
 from engine.megatron.packing import PackedRow
 
+Chunk: TypeAlias = DistributedDataParallel | SharedModel
+"""A part of a model, with gradient buffers around it if it is trained."""
+
 Loss = Callable[[int, Tensor, Tensor], Tensor]
-"""Number of a micro-batch, log-probabilities and entropies [response tokens] of it, to the scalar that backward starts from."""
+"""Number of a micro-batch and the model's two outputs for it (see `SharedModel.outputs`), to what backward starts from."""
+
+
+def unwrapped(chunk: Chunk) -> SharedModel:
+    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
 
 
 def run_rows(
-    chunks: list[DistributedDataParallel],
+    chunks: Sequence[Chunk],
     rows: Sequence[PackedRow],
     temperature: float,
     loss: Loss,
@@ -36,20 +44,20 @@ def run_rows(
         forward_only: no backward; call it without gradients.
     """
 
-    def forward(numbered: Iterator[tuple[int, PackedRow]], chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
+    def forward(numbered: Iterator[tuple[int, PackedRow]], chunk: Chunk) -> tuple[Tensor, Any]:
         number, row = next(numbered)
         hidden = chunk(row.ids, row.positions, None, packed_seq_params=row.attention)
 
         def on_last_stage(hidden: Tensor) -> tuple[Tensor, int, None]:
             # (loss, tokens to divide by, what to collect): the loss carries its own divisor
-            return loss(number, *chunk.module.response_logprobs(hidden, row, temperature)), 0, None
+            return loss(number, *unwrapped(chunk).outputs(hidden, row, temperature)), 0, None
 
         return hidden, on_last_stage
 
     get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=[iter(enumerate(rows)) for _ in chunks],
-        model=chunks,
+        model=list(chunks),
         num_microbatches=len(rows),
         seq_length=1,  # not used: shapes are communicated
         micro_batch_size=1,

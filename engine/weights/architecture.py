@@ -5,6 +5,7 @@ Everything that changes a logit is either carried over or refused here: a field 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -80,7 +81,11 @@ class Rope:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes and switches of one decoder-only model."""
+    """Sizes and switches of one decoder-only model.
+
+    Attributes:
+        labels: numbers a token that a score head gives instead of the vocabulary's logits (critic, reward model); 0: none.
+    """
 
     model_type: str
     layers: int
@@ -98,6 +103,11 @@ class Architecture:
     experts_per_token: int = 0
     expert_intermediate: int = 0
     normalise_top_k: bool = True
+    labels: int = 0
+
+    def with_score_head(self, labels: int = 1) -> Architecture:
+        """The same backbone with a score head in place of the language model's head."""
+        return dataclasses.replace(self, labels=labels, tied_embeddings=False)
 
     @property
     def family(self) -> Family:
@@ -115,6 +125,7 @@ class Architecture:
             "vocabulary": self.vocabulary,
             "experts": self.experts,
             "expert_intermediate": self.expert_intermediate,
+            "labels": self.labels,
         }
 
     def training_problems(self, layout: Layout, sequence_parallel: bool = False) -> list[str]:
@@ -211,6 +222,7 @@ def architecture_of(config: dict[str, Any], where: str = "the model") -> Archite
 
 def _build(model_type: str, config: dict[str, Any], rope: Rope) -> Architecture:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    labels = _labels(config)
     family = FAMILIES[model_type]
     experts = (config.get("num_experts") or config.get("num_local_experts") or 0) if family.experts else 0
     return Architecture(
@@ -225,12 +237,20 @@ def _build(model_type: str, config: dict[str, Any], rope: Rope) -> Architecture:
         max_positions=config.get("max_position_embeddings", 2048),
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope=rope,
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)) and not labels,
+        labels=labels,
         experts=experts,
         experts_per_token=config["num_experts_per_tok"] if experts else 0,
         expert_intermediate=config.get("moe_intermediate_size") or config["intermediate_size"] if experts else 0,
         normalise_top_k=family.always_normalises_top_k or bool(config.get("norm_topk_prob", False)),
     )
+
+
+def _labels(config: dict[str, Any]) -> int:
+    """Labels of a sequence classifier; 0 for a language model."""
+    if not any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or []):
+        return 0
+    return len(config.get("id2label") or {}) or config.get("num_labels") or 2  # transformers' default is two
 
 
 def _read_rope(config: dict[str, Any]) -> tuple[Rope, str | None]:

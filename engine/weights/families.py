@@ -124,6 +124,8 @@ EMBEDDING = Row(
 )
 FINAL_NORM = _vector("decoder.final_layernorm.weight", "model.norm.weight", "hidden")
 HEAD = Row("output_layer.weight", ("lm_head.weight",), (("lm_head.weight", ("vocabulary", "hidden")),), axis=0)
+SCORE = Row("score_head.weight", (), (("score.weight", ("labels", "hidden")),))
+"""Of a critic or reward model, in place of the head; small, so whole on every rank."""
 
 
 @dataclass(frozen=True)

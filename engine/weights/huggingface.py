@@ -12,9 +12,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine.weights.architecture import Architecture
+from engine.weights.families import HEAD, SCORE
 from engine.weights.map import Piece, Shard, Weight, weight_map
 
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+HEAD_NAME, SCORE_NAME = HEAD.huggingface[0][0], SCORE.huggingface[0][0]
 
 
 class WeightsMismatch(ValueError):
@@ -56,12 +58,16 @@ class SafetensorsFolder:
 def check_names(arch: Architecture, names: Iterable[str]) -> None:
     """Raise WeightsMismatch unless the names are exactly those that the weight map reads.
 
-    A head listed beside tied embeddings is left unread: the configuration decides, not a stale tensor.
+    A head listed beside tied embeddings is left unread: the configuration decides, not a stale tensor. A score head may be
+    missing (a critic begins from a language model, whose own head it does not use).
     """
     needed = {piece.name for weight in weight_map(arch) for piece in weight.all_pieces()}
     present = {name for name in names if not name.endswith(IGNORED_SUFFIXES)}
-    if arch.tied_embeddings:
-        present.discard("lm_head.weight")
+    if arch.tied_embeddings or arch.labels:
+        present.discard(HEAD_NAME)
+    if arch.labels:
+        needed.discard(SCORE_NAME)
+        present.discard(SCORE_NAME)
     missing, unknown = sorted(needed - present), sorted(present - needed)
     if missing or unknown:
         raise WeightsMismatch(
@@ -90,7 +96,11 @@ def load_folder(
     check_names(arch, files.names)
     with torch.no_grad():
         for weight in weight_map(arch):
-            if weight.megatron in parameters:
+            if weight.megatron not in parameters:
+                continue
+            if weight.pieces[0][0].name == SCORE_NAME and SCORE_NAME not in files.names:
+                parameters[weight.megatron].zero_()  # every value is 0 until it is trained
+            else:
                 fill_shard(parameters[weight.megatron], weight, files.slice, shards[weight.megatron])
 
 

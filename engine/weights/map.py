@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from engine.layout import Coordinates, Layout, padded_vocabulary
 from engine.weights.architecture import Architecture
-from engine.weights.families import EMBEDDING, FINAL_NORM, HEAD, Row
+from engine.weights.families import EMBEDDING, FINAL_NORM, HEAD, SCORE, Row
 
 Shape = tuple[int, ...]
 
@@ -119,7 +119,9 @@ def weight_map(arch: Architecture) -> tuple[Weight, ...]:
     for layer in range(arch.layers):
         weights += [_weight(arch, row, layer=layer) for row in arch.family.rows]
     weights.append(_weight(arch, FINAL_NORM, last=True))
-    if not arch.tied_embeddings:
+    if arch.labels:
+        weights.append(_weight(arch, SCORE, last=True))
+    elif not arch.tied_embeddings:
         weights.append(_weight(arch, HEAD, last=True))
     return tuple(weights)
 

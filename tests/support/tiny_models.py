@@ -44,13 +44,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_model(case: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
     """A random fp32 model of `case` in `folder`, with norms and biases away from 1 and 0 so that a wrong mapping shows."""
+    return _make("AutoModelForCausalLM", case, folder, seed, overrides)
+
+
+def make_classifier(case: str, folder: Path, seed: int = 0) -> Path:
+    """A random reward model: the same backbone with one score a token."""
+    return _make("AutoModelForSequenceClassification", case, folder, seed, {"num_labels": 1})
+
+
+def _make(kind: str, case: str, folder: Path, seed: int, overrides: dict[str, Any]) -> Path:
     import torch
     import transformers
 
-    kind, different = CASES[case]
-    config = getattr(transformers, kind)(**{**SHARED, **different, **overrides})
+    config_class, different = CASES[case]
+    config = getattr(transformers, config_class)(**{**SHARED, **different, **overrides})
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = getattr(transformers, kind).from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
