@@ -15,4 +15,4 @@ class Actor(Model):
 
         Every replica must call it equally often when replicas share experts.
         """
-        return self.evaluate(prompts, responses, temperature, 0, sum(map(len, responses)))
+        return self.evaluate([(prompts, responses)], 1, temperature, 0, [sum(map(len, responses))])[0]

@@ -133,25 +133,30 @@ class Model:
 
         run_rows(self.chunks, rows, temperature, loss_of_any, forward_only=forward_only)
 
-    def evaluate(self, prompts: Tokens, responses: Tokens, temperature: float, output: int, size: int) -> Tensor:
-        """One of the model's two outputs for some sequences, without gradient, on every rank of the model replica.
-
-        Every replica must call it equally often when replicas share experts.
+    def evaluate(
+        self, batches: Sequence[MicroBatch], count: int, temperature: float, output: int, sizes: Sequence[int]
+    ) -> list[Tensor]:
+        """One of the model's two outputs for some micro-batches, without gradient, on every rank of the model replica.
 
         Args:
+            batches, count, temperature: as for `run`.
             output: 0 or 1, see `SharedModel.outputs`.
-            size: elements that it has.
-        """
-        found = torch.zeros(size, dtype=torch.float32, device=self.device)
+            sizes: elements that it has for each of `batches`.
 
-        def keep(_: int, first: Tensor, second: Tensor) -> Tensor:
-            return found.copy_((first, second)[output])
+        Returns:
+            one fp32 vector a micro-batch.
+        """
+        found = torch.zeros(sum(sizes), dtype=torch.float32, device=self.device)
+        parts = list(found.split(list(sizes)))
+
+        def keep(number: int, first: Tensor, second: Tensor) -> Tensor:
+            return parts[number].copy_((first, second)[output])
 
         with torch.no_grad(), megatron_device(self.device):
-            self.run([(prompts, responses)], 1, temperature, keep, forward_only=True)
+            self.run(batches, count, temperature, keep, forward_only=True)
             last = parallel_state.get_pipeline_model_parallel_last_rank()
             torch.distributed.broadcast(found, last, group=parallel_state.get_pipeline_model_parallel_group())
-        return found
+        return parts
 
     def zero_gradients(self) -> None:
         for chunk in self.chunks:

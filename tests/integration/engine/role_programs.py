@@ -13,7 +13,8 @@ from engine.losses.config import LossConfig
 from engine.megatron.cpu import megatron_device
 from engine.megatron.update import Update
 from engine.roles.actor import Actor
-from engine.roles.critic import Critic
+from engine.roles.annotation import annotate
+from engine.roles.critic import SCORES, VALUES, Critic
 from engine.weights.architecture import read_architecture
 from tests.integration.engine.programs import (
     ADAM,
@@ -53,6 +54,11 @@ def _roles(language_model: str, classifier: str, sizes: dict[str, Any]) -> dict[
         "after": _gaps(critic, theirs, prompts, responses),
         "norms": norms,
         "reward": _gaps(reward, AutoModelForSequenceClassification.from_pretrained(classifier), prompts, responses),
+        "annotated": max(
+            _annotation_gap(reference, prompts, responses, 0, "token", reference.logprobs(prompts, responses, 0.7)),
+            _annotation_gap(critic, prompts, responses, VALUES, "token", critic.values(prompts, responses)),
+            _annotation_gap(reward, prompts, responses, SCORES, "sequence", reward.scores(prompts, responses)),
+        ),
         "fresh": fresh.values(prompts, responses).abs().max().item(),
         "reference": (reference.logprobs(prompts, responses, 1.0) - expected).abs().max().item(),
         "actor": (actor.logprobs(prompts, responses, 1.0) - expected).abs().max().item(),
@@ -77,6 +83,18 @@ def _gaps(critic: Critic, model: Any, prompts: list[list[int]], responses: list[
         (critic.values(prompts, responses) - values).abs().max().item(),
         (critic.scores(prompts, responses) - scores).abs().max().item(),
     ]
+
+
+def _annotation_gap(
+    model: Any, prompts: list[list[int]], responses: list[list[int]], output: int, each: str, expected: torch.Tensor
+) -> float:
+    """Shares of all ranks put together, from rows of at most 40 tokens, against one row of everything."""
+    mine = annotate(model, prompts, responses, output=output, each=each, temperature=0.7, max_tokens=40)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    whole = {index: values for share in everyone for index, values in share.items()}
+    assert sorted(whole) == list(range(len(prompts)))
+    return (torch.tensor([x for i in sorted(whole) for x in whole[i]]) - expected).abs().max().item()
 
 
 def _train_beside_transformers(critic: Critic, model: Any, vocabulary: int) -> list[tuple[float, float]]:

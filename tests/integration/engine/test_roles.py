@@ -43,3 +43,7 @@ def test_frozen_models_stay_what_they_are(ranks):
 
 def test_a_critic_that_begins_from_a_language_model_values_everything_alike(ranks):
     assert all(found["fresh"] == 0.0 for _, found in each(ranks))
+
+
+def test_annotation_in_shares_and_small_rows_is_that_of_one_row(ranks):
+    assert all(found["annotated"] <= 1e-5 for _, found in each(ranks))
