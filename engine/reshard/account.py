@@ -17,7 +17,7 @@ class Transition:
     Attributes:
         into: "generation" or "training".
         received, sent: bytes by link: "node" and "network" from other ranks; copies on the device are "local" (received).
-        seconds: by phase: move, optimizer, wake, sleep.
+        seconds: by phase: plan (in the first one), move, optimizer, wake, sleep.
         peak_weight_bytes: of both layouts together while the change is made (staging comes on top).
     """
 

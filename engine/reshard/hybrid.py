@@ -65,7 +65,7 @@ class HybridWeights:
         self.generation: dict[str, Tensor] = {**shared, **tensors}
         self._forward = Execution(plan, self.rank, training, tensors, bucket_bytes)
         self._backward = Execution(self._back, self.rank, tensors, training, bucket_bytes)
-        self.plan_seconds = time.perf_counter() - began
+        self._plan_seconds = plan.seconds + time.perf_counter() - began
         if self._generation is not None:
             self._generation.release()
 
@@ -89,6 +89,7 @@ class HybridWeights:
         if not self.in_generation:
             self._begin_change()
             report.count(self.plan, self.rank)
+            report.seconds["plan"], self._plan_seconds = self._plan_seconds, 0.0  # made once, before the first change
             for region in self._gradients:
                 region.release()
             if self._generation is not None:

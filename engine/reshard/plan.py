@@ -11,6 +11,7 @@ the divided axis, and of the experts, as a fraction, for all weights of its clas
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,6 +104,7 @@ class Plan:
         classes: weights by the way they are divided.
         ranks_per_node: consecutive ranks that share a node.
         bytes_per_number: 2 for bfloat16, 4 for float32.
+        seconds: that planning took.
     """
 
     source: Assignment
@@ -110,6 +112,7 @@ class Plan:
     classes: list[WeightClass]
     ranks_per_node: int
     bytes_per_number: int
+    seconds: float
 
     @property
     def world_size(self) -> int:
@@ -204,6 +207,7 @@ def plan_generation(
     Raises:
         ValueError: the layouts have different world sizes.
     """
+    began = time.perf_counter()
     before = training(train)
     weights = weight_map(arch)
     members = _members(weights, arch, train, generate)
@@ -217,11 +221,12 @@ def plan_generation(
         return total
 
     after = generation(generate, before, overlap, ranks_per_node)
-    return _plan(members, before, after, ranks_per_node, bytes_per_number)
+    return _plan(members, before, after, ranks_per_node, bytes_per_number, began)
 
 
 def reversed_plan(plan: Plan) -> Plan:
     """The way back: the same classes, from the target assignment to the source assignment."""
+    began = time.perf_counter()
     members = {
         part.division._replace(source_stages=part.division.target_stages, target_stages=part.division.source_stages): (
             part.numbers,
@@ -229,7 +234,7 @@ def reversed_plan(plan: Plan) -> Plan:
         )
         for part in plan.classes
     }
-    return _plan(members, plan.target, plan.source, plan.ranks_per_node, plan.bytes_per_number)
+    return _plan(members, plan.target, plan.source, plan.ranks_per_node, plan.bytes_per_number, began)
 
 
 def _plan(
@@ -238,13 +243,14 @@ def _plan(
     target: Assignment,
     ranks_per_node: int,
     bytes_per_number: int,
+    began: float,
 ) -> Plan:
     classes = []
     for division, (numbers, weights) in members.items():
         grain, expert_grain = _grains(division, source.layout, target.layout)
         transfers = _transfers(division, source, target, grain, expert_grain, ranks_per_node)
         classes.append(WeightClass(division, weights, numbers, grain, expert_grain, transfers))
-    return Plan(source, target, classes, ranks_per_node, bytes_per_number)
+    return Plan(source, target, classes, ranks_per_node, bytes_per_number, time.perf_counter() - began)
 
 
 def _members(
