@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +39,19 @@ class Layout:
     etp: int | None = None
     vpp: int = 1
     stage_layers: tuple[int, ...] | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """From the form in which layouts are written and printed, as tp8,pp2,dp4; raises ValueError."""
+        sizes: dict[str, Any] = {}
+        for part in text.split(","):
+            found = re.fullmatch(r"(tp|pp|dp|ep|etp|vpp)([1-9]\d*)", part.strip())
+            if found is None or found[1] in sizes:
+                raise ValueError(
+                    f"{part!r} in {text!r}: write each of tp, pp, dp, ep, etp, vpp at most once, as tp8,pp2,dp4"
+                )
+            sizes[found[1]] = int(found[2])
+        return cls(**sizes)
 
     @property
     def world_size(self) -> int:

@@ -54,12 +54,13 @@ def _request(
     arguments: argparse.Namespace,
 ) -> tuple[Architecture | None, Layout | None, Layout | None, int, list[str]]:
     """What the command line asks for, and everything that is wrong with it."""
+    from engine.layout import Layout
     from engine.reshard.plan import RANKS_PER_NODE
 
     problems: list[str] = []
     arch = _attempt(problems, "--model", lambda: _architecture(arguments.model))
-    train = _attempt(problems, "--train", lambda: _layout(arguments.train))
-    generate = _attempt(problems, "--generate", lambda: _layout(arguments.generate))
+    train = _attempt(problems, "--train", lambda: Layout.parse(arguments.train))
+    generate = _attempt(problems, "--generate", lambda: Layout.parse(arguments.generate))
     nodes = _attempt(problems, "--nodes", lambda: _nodes(arguments.nodes, train)) if arguments.nodes else None
     if arch is None or train is None or generate is None:
         return arch, train, generate, RANKS_PER_NODE, problems
@@ -92,22 +93,6 @@ def _architecture(name: str) -> Architecture:
     if path.is_dir():
         return read_architecture(path)
     raise ValueError(f"{name!r} is no file or folder, and no shape; there are {', '.join(SHAPES)}")
-
-
-def _layout(text: str) -> Layout:
-    import re
-
-    from engine.layout import Layout
-
-    sizes: dict[str, Any] = {}
-    for part in text.split(","):
-        found = re.fullmatch(r"(tp|pp|dp|ep|etp|vpp)([1-9]\d*)", part.strip())
-        if found is None or found[1] in sizes:
-            raise ValueError(
-                f"{part!r} in {text!r}: write each of tp, pp, dp, ep, etp, vpp at most once, as tp8,pp2,dp4"
-            )
-        sizes[found[1]] = int(found[2])
-    return Layout(**sizes)
 
 
 def _on_the_same_ranks(generate: Layout, train: Layout) -> Layout:

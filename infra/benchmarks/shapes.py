@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from engine.weights import shapes
 
-
-def _qwen2(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int = 151936
-) -> dict[str, Any]:
-    return dict(
-        architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_size=hidden, intermediate_size=intermediate,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocabulary,
-        max_position_embeddings=4096, rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=False, hidden_act="silu",
-        eos_token_id=vocabulary - 1, dtype="bfloat16",
-    )  # fmt: skip
-
-
-SHAPES = {
-    "tiny": _qwen2(128, 192, 2, 4, 2, 512),
-    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2),
-    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2),
-    "qwen2.5-3b": _qwen2(2048, 11008, 36, 16, 2),
-}
+SHAPES: dict[str, shapes.Config] = {
+    name: {
+        **config, "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "hidden_act": "silu", "eos_token_id": config["vocab_size"] - 1, "dtype": "bfloat16", "tie_word_embeddings": False,
+    }
+    for name, config in {
+        "tiny": {
+            "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "intermediate_size": 192, "vocab_size": 512,
+        },
+        **{name: config for name, config in shapes.SHAPES.items() if config["model_type"] == "qwen2"},
+    }.items()
+}  # fmt: skip
 """All untied: an untied head is the harder case for sharing and costs more memory."""
