@@ -68,12 +68,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run_shape(shape: str, options: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]:
     """Results of all ranks for one shape, each rank a process of its own."""
+    import torch
+
     from engine.weights.initialise import write_random_model
     from infra.benchmarks.shapes import SHAPES
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        write_random_model(SHAPES[shape], folder / "model", seed=0)
+        cuda = torch.cuda.is_available()
+        number_format = torch.bfloat16 if cuda else torch.float32
+        write_random_model(SHAPES[shape], folder / "model", 0, number_format, "cuda" if cuda else "cpu")
+        torch.cuda.empty_cache()  # this process stays while the ranks measure
         processes = []
         for number in range(options.gpus):
             environment = {
