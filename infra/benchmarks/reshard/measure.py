@@ -47,7 +47,7 @@ class Bench:
         self.control = self._control_gap()
         self.plan = plan_generation(arch, train, generate, bytes_per_number=self.dtype.itemsize)
         self.working_memory = WorkingMemory(device)
-        self._entries: dict[int, Any] = {}
+        self._pools: list[Any] = []
         self._all_entries: list[dict[int, Any]] = []
         self.modes: dict[str, tuple[GenerationEngine, Callable[[], None]]] = {}
         self.skipped: dict[str, str] = {}
@@ -100,6 +100,9 @@ class Bench:
         engines = [value[0] for value in self.modes.values()]
         mine = self._all_entries[list(dict.fromkeys(map(id, engines))).index(id(engine))] if engine is not None else {}
         allocator.pointer_to_data = mine
+        if engine is None:  # a new engine's pools would replace an older one's, whose graphs still use them
+            self._pools.append(allocator.allocator_and_pools)
+            allocator.allocator_and_pools = {}
         yield allocator.pointer_to_data
         everything: dict[int, Any] = {}
         for entries in [*self._all_entries, mine]:
