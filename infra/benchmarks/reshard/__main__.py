@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run_shape(shape: str, options: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]:
-    """Results of all ranks for one shape, each rank a process of its own."""
+    """Results of all ranks for one shape, each rank a process of its own, onecopy first and then the baselines."""
     import torch
 
     from engine.weights.initialise import write_random_model
@@ -79,24 +79,36 @@ def run_shape(shape: str, options: argparse.Namespace, arguments: list[str]) -> 
         number_format = torch.bfloat16 if cuda else torch.float32
         write_random_model(SHAPES[shape], folder / "model", 0, number_format, "cuda" if cuda else "cpu")
         torch.cuda.empty_cache()  # this process stays while the ranks measure
-        processes = []
-        for number in range(options.gpus):
-            environment = {
-                **os.environ, "RANK": str(number), "LOCAL_RANK": "0", "WORLD_SIZE": str(options.gpus), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
-            }  # fmt: skip
-            if options.gpus > 1:
-                environment |= {"CUDA_VISIBLE_DEVICES": str(number), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, "-m", "infra.benchmarks.reshard", *arguments, "--rank-of", f"{shape}={folder}"]
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment))
-        try:
-            codes = [process.wait(options.timeout) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        if any(codes):
-            raise SystemExit(f"{shape}: ranks ended with {codes}")
-        return [json.loads((folder / f"rank-{number}.json").read_text()) for number in range(options.gpus)]
+        groups = ("onecopy",) if options.only_onecopy else ("onecopy", "baselines")
+        results = [_run_ranks(f"{shape}={group}={folder}", options, arguments) for group in groups]
+        for ours, theirs in zip(results[0], results[-1], strict=True):
+            if theirs is not ours:
+                ours["rounds"] += theirs["rounds"]
+                ours["skipped"] |= theirs["skipped"]
+        return results[0]
+
+
+def _run_ranks(task: str, options: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]:
+    """Results of all ranks for some modes of one shape."""
+    folder, processes = Path(task.split("=")[-1]), []
+    (folder / "rendezvous").unlink(missing_ok=True)
+    for number in range(options.gpus):
+        environment = {
+            **os.environ, "RANK": str(number), "LOCAL_RANK": "0", "WORLD_SIZE": str(options.gpus), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
+        }  # fmt: skip
+        if options.gpus > 1:
+            environment |= {"CUDA_VISIBLE_DEVICES": str(number), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "infra.benchmarks.reshard", *arguments, "--rank-of", task]
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment))
+    try:
+        codes = [process.wait(options.timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        raise SystemExit(f"{task}: ranks ended with {codes}")
+    return [json.loads((folder / f"rank-{number}.json").read_text()) for number in range(options.gpus)]
 
 
 def rank(options: argparse.Namespace) -> None:
@@ -109,7 +121,7 @@ def rank(options: argparse.Namespace) -> None:
     from engine.layout import Layout
     from infra.benchmarks.reshard.measure import Bench
 
-    shape, _, place = options.rank_of.partition("=")
+    shape, group, place = options.rank_of.split("=")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(0)
@@ -124,10 +136,11 @@ def rank(options: argparse.Namespace) -> None:
     train, generate = (Layout.parse(text) for text in (options.train, options.generate))
     train = dataclasses.replace(train, dp=world // (train.tp * train.pp))
     generate = dataclasses.replace(generate, dp=world // (generate.tp * generate.pp))
-    bench = Bench(options, Path(place) / "model", device, train, generate)
+    ours = group == "onecopy"
+    bench = Bench(options, Path(place) / "model", device, train, generate, ours)
     rows = [row for count in range(options.rounds + 1) for row in bench.round(count)]
-    kept = [bench.kept(1000 + count) for count in range(3)]
-    alternations = [bench.alternation(2000 + count) for count in range(options.alternations)]
+    kept = [bench.kept(1000 + count) for count in range(3 * ours)]
+    alternations = [bench.alternation(2000 + count) for count in range(options.alternations * ours)]
     result = {
         "shape": shape, "rank": number, "world_size": world, "train": str(train), "generate": str(generate),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__,

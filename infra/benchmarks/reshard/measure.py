@@ -1,12 +1,11 @@
-"""One rank of the benchmark: an actor and two engines in turn, each mode once a round."""
+"""One rank of the benchmark: an actor and an engine, each mode once a round."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,14 @@ class Bench:
     """Builds everything, and measures.
 
     Attributes:
-        modes: name to (engine, what to set before it is woken).
+        engine: one a process: a second one in the same process fails on CUDA (vLLM 0.26).
+        modes: name to what is set before the engine is woken.
         skipped: name of a mode to why it was not run.
     """
 
-    def __init__(self, options: argparse.Namespace, folder: Path, device: str, train: Layout, generate: Layout) -> None:
+    def __init__(
+        self, options: argparse.Namespace, folder: Path, device: str, train: Layout, generate: Layout, ours: bool
+    ) -> None:
         self.options, self.device, self.folder = options, device, folder
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.idle_bytes = used_bytes(device)
@@ -44,23 +46,21 @@ class Bench:
             arch, folder, train, sequence_parallel=train.tp > 1 and options.sequence_parallel, dtype=self.dtype, device=device,
             optimizer=OptimizerConfig(lr=1e-5),
         )  # fmt: skip
-        self.control = self._control_gap()
+        self.control = self._control_gap() if ours else None
         self.plan = plan_generation(arch, train, generate, bytes_per_number=self.dtype.itemsize)
         self.working_memory = WorkingMemory(device)
-        self._pools: list[Any] = []
-        self._all_entries: list[dict[int, Any]] = []
-        self.modes: dict[str, tuple[GenerationEngine, Callable[[], None]]] = {}
+        self.modes: dict[str, Callable[[], None]] = {}
         self.skipped: dict[str, str] = {}
-        self._build()
+        self._build(ours)
 
-    def _build(self) -> None:
-        ours = self._engine(HybridWeights(self.actor, self.plan))
-        self.modes["onecopy"] = ours, lambda: None
-        if self.options.only_onecopy:
+    def _build(self, ours: bool) -> None:
+        if ours:
+            self.modes["onecopy"] = lambda: None
+            self.engine = self._engine(HybridWeights(self.actor, self.plan))
             return
         private = PrivateWeights(self.actor, self.plan)
-        theirs = self._engine(private)
-        gather = FullGather(private, theirs.shared.model)  # type: ignore[arg-type]
+        self.engine = self._engine(private)
+        gather = FullGather(private, self.engine.shared.model)  # type: ignore[arg-type]
 
         def use(fill: Callable[[], None], release: bool) -> Callable[[], None]:
             def choose() -> None:
@@ -68,46 +68,22 @@ class Bench:
 
             return choose
 
-        self.modes["full_gather"] = theirs, use(gather, False)
-        self.modes["full_gather, gradients released"] = theirs, use(gather, True)
+        self.modes["full_gather"] = use(gather, False)
+        self.modes["full_gather, gradients released"] = use(gather, True)
         if reason := why_no_core_swap(self.device, dist.get_world_size()):
             self.skipped["core_swap"] = reason
         else:
-            self.modes["core_swap"] = theirs, use(CoreSwap(private, str(self.folder)), False)
+            self.modes["core_swap"] = use(CoreSwap(private, str(self.folder)), False)
 
     def _engine(self, weights: Any) -> GenerationEngine:
-        """An engine whose device memory the other one's sleep and wake-up do not touch; asleep afterwards."""
         config = GenerationConfig(
             max_model_len=self.options.prompt + self.options.response, max_concurrent_samples=self.options.samples,
             memory_fraction=self.options.memory_fraction, kv_cache_gib=0.2, offload_optimizer="never",
             **generation_sizes(self.plan.target.layout),
         )  # fmt: skip
-        with self._only(None) as entries:
-            engine = GenerationEngine(weights, self.folder, config)
-            engine.sleep()
-        self._all_entries.append(entries)
+        engine = GenerationEngine(weights, self.folder, config)
+        engine.sleep()
         return engine
-
-    @contextlib.contextmanager
-    def _only(self, engine: GenerationEngine | None) -> Iterator[dict[int, Any]]:
-        """While inside, vLLM's allocator, of which there is one a process, knows the memory of one engine only."""
-        if self.device == "cpu":
-            yield {}
-            return
-        from vllm.device_allocator.cumem import CuMemAllocator
-
-        allocator = CuMemAllocator.get_instance()
-        engines = [value[0] for value in self.modes.values()]
-        mine = self._all_entries[list(dict.fromkeys(map(id, engines))).index(id(engine))] if engine is not None else {}
-        allocator.pointer_to_data = mine
-        if engine is None:  # a new engine's pools would replace an older one's, whose graphs still use them
-            self._pools.append(allocator.allocator_and_pools)
-            allocator.allocator_and_pools = {}
-        yield allocator.pointer_to_data
-        everything: dict[int, Any] = {}
-        for entries in [*self._all_entries, mine]:
-            everything |= entries
-        allocator.pointer_to_data = everything  # frees look their entry up
 
     def round(self, number: int) -> list[dict[str, Any]]:
         """Every mode once, then an update."""
@@ -117,18 +93,17 @@ class Bench:
         return rows
 
     def _turn(self, name: str, number: int) -> dict[str, Any]:
-        engine, prepare = self.modes[name]
-        prepare()
-        with self._only(engine):
-            before = used_bytes(self.device) - self.idle_bytes
-            with Peak(self.device) as peak:
-                seconds_in, report = timed(self.device, engine.wake)
-            used = used_bytes(self.device) - self.idle_bytes
-            prompts = tokens(self.options.samples, self.options.prompt, self.actor.arch.vocabulary, 1000 + number)
-            sampling = Sampling(1.0, 1.0, self.options.response, (), number)
-            seconds_generating, completions = timed(self.device, lambda: engine.generate(prompts, sampling))
-            memory, shared = engine.memory(), engine.shared.check()
-            seconds_out, back = timed(self.device, engine.sleep)
+        engine = self.engine
+        self.modes[name]()
+        before = used_bytes(self.device) - self.idle_bytes
+        with Peak(self.device) as peak:
+            seconds_in, report = timed(self.device, engine.wake)
+        used = used_bytes(self.device) - self.idle_bytes
+        prompts = tokens(self.options.samples, self.options.prompt, self.actor.arch.vocabulary, 1000 + number)
+        sampling = Sampling(1.0, 1.0, self.options.response, (), number)
+        seconds_generating, completions = timed(self.device, lambda: engine.generate(prompts, sampling))
+        memory, shared = engine.memory(), engine.shared.check()
+        seconds_out, back = timed(self.device, engine.sleep)
         shown = min(8, len(completions))
         gap = self._gap(
             prompts[:shown], [c.tokens for c in completions[:shown]], [c.logprobs for c in completions[:shown]]
@@ -165,30 +140,26 @@ class Bench:
 
     def kept(self, number: int) -> dict[str, Any]:
         """One alternation of onecopy alone in which the KV cache keeps its memory if the update does not need it."""
-        engine = self.modes["onecopy"][0]
         needed = 0 if self.options.weights_only else self.working_memory.needed(self.options.micro_batch_tokens)
-        with self._only(engine):
-            seconds_in, _ = timed(self.device, engine.wake)
-            engine.generate(tokens(8, 16, self.actor.arch.vocabulary, number), Sampling(1.0, 1.0, 8, (), number))
-            seconds_out, _ = timed(self.device, lambda: engine.sleep(needed))
-            row = {
-                "into_generation_s": seconds_in,
-                "into_training_s": seconds_out,
-                "kept": engine.awake,
-                "needed": needed,
-            }
-            if not self.options.weights_only:
-                self._update(number)
+        seconds_in, _ = timed(self.device, self.engine.wake)
+        self.engine.generate(tokens(8, 16, self.actor.arch.vocabulary, number), Sampling(1.0, 1.0, 8, (), number))
+        seconds_out, _ = timed(self.device, lambda: self.engine.sleep(needed))
+        row = {
+            "into_generation_s": seconds_in,
+            "into_training_s": seconds_out,
+            "kept": self.engine.awake,
+            "needed": needed,
+        }
+        if not self.options.weights_only:
+            self._update(number)
         return row
 
     def alternation(self, number: int) -> dict[str, int]:
         """Generate a little, train a little, onecopy alone; what torch's allocator and the device say afterwards."""
-        engine = self.modes["onecopy"][0]
-        with self._only(engine):
-            engine.wake()
-            engine.generate(tokens(8, 16, self.actor.arch.vocabulary, number), Sampling(1.0, 1.0, 8, (), number))
-            engine.sleep()
-            self._update(number)
+        self.engine.wake()
+        self.engine.generate(tokens(8, 16, self.actor.arch.vocabulary, number), Sampling(1.0, 1.0, 8, (), number))
+        self.engine.sleep()
+        self._update(number)
         if self.device == "cpu":
             return {"used": used_bytes("cpu")}
         stats = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
