@@ -326,20 +326,26 @@ def _read_samples(store: Store, datasets: dict[str, dict[str, Any]]) -> Samples:
         responses = table["response_tokens"].to_pylist()
         ones = [[1] * len(response) for response in responses]
         return Samples(table["prompt_tokens"].to_pylist(), responses, ones, [[0.0] * len(r) for r in responses])
-    advantages = read(store, Manifest(**datasets["advantage"]), ["sample_id", "advantages"])
+    advantages = read(store, Manifest(**datasets["advantage"]), ["sample_id", "advantages", "reward"])
     columns = ["sample_id", "prompt_tokens", "response_tokens", "response_mask", "rollout_logprobs"]
-    rollouts = read(store, Manifest(**datasets["rollout"]), columns)
-    table = join(
-        advantages,
-        rollouts.filter(pa.compute.is_in(rollouts["sample_id"], value_set=advantages["sample_id"].combine_chunks())),
-    )
+    table = _with_columns(advantages, read(store, Manifest(**datasets["rollout"]), columns))
+    if "reference" in datasets:
+        columns = ["sample_id", "reference_logprobs"]
+        table = _with_columns(table, read(store, Manifest(**datasets["reference"]), columns))
     return Samples(
         table["prompt_tokens"].to_pylist(),
         table["response_tokens"].to_pylist(),
         table["response_mask"].to_pylist(),
         table["advantages"].to_pylist(),
         table["rollout_logprobs"].to_pylist(),
+        table["reference_logprobs"].to_pylist() if "reference" in datasets else None,
+        table["reward"].to_pylist(),
     )
+
+
+def _with_columns(table: pa.Table, more: pa.Table) -> pa.Table:
+    """`table` with the columns of `more`, which may have further samples: those that were not kept for training."""
+    return join(table, more.filter(pa.compute.is_in(more["sample_id"], value_set=table["sample_id"].combine_chunks())))
 
 
 @contextmanager

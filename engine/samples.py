@@ -19,6 +19,8 @@ class Samples:
         masks: 1 where a response token is trained on (0: tool output, a failed reward).
         advantages: per response token.
         rollout_logprobs: log-probabilities under the policy that generated; None for demonstrations.
+        reference_logprobs: under the frozen reference policy; None where there is none.
+        rewards: one a sample; None for demonstrations.
     """
 
     prompts: list[list[int]]
@@ -26,6 +28,8 @@ class Samples:
     masks: list[list[int]]
     advantages: Ragged
     rollout_logprobs: Ragged | None = None
+    reference_logprobs: Ragged | None = None
+    rewards: list[float] | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -49,5 +53,15 @@ class Samples:
         def of(rows: list[T]) -> list[T]:
             return [rows[i] for i in indices]
 
-        rollout = None if self.rollout_logprobs is None else of(self.rollout_logprobs)
-        return Samples(of(self.prompts), of(self.responses), of(self.masks), of(self.advantages), rollout)
+        def of_any(rows: list[T] | None) -> list[T] | None:
+            return None if rows is None else of(rows)
+
+        return Samples(
+            of(self.prompts),
+            of(self.responses),
+            of(self.masks),
+            of(self.advantages),
+            of_any(self.rollout_logprobs),
+            of_any(self.reference_logprobs),
+            of_any(self.rewards),
+        )

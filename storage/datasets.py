@@ -16,7 +16,7 @@ from storage.integrity import CorruptFile, HashingWriter, read_verified
 from storage.manifest import FileEntry, Manifest, part_name, staged_name
 
 __all__ = [
-    "ADVANTAGE", "DEMONSTRATION", "PROMPT", "REWARD", "ROLLOUT",
+    "ADVANTAGE", "DEMONSTRATION", "PROMPT", "REFERENCE", "REWARD", "ROLLOUT",
     "CorruptFile", "DatasetError", "PartWriter", "conform", "join", "open_part", "read", "write_part",
 ]  # fmt: skip
 
@@ -82,6 +82,14 @@ ADVANTAGE = pa.schema(
     ]
 )
 """One row a sample to train on. One advantage a response token; `length` counts prompt and response tokens."""
+
+REFERENCE = pa.schema(
+    [
+        _required("sample_id", pa.string()),
+        _required("reference_logprobs", _FLOATS),
+    ]
+)
+"""One row a sample: the frozen reference policy's log-probabilities (nats), one a response token."""
 
 DEMONSTRATION = pa.schema(
     [

@@ -25,6 +25,23 @@ class Totals:
     horizon: int
 
 
+def sequence_sums(values: Tensor, lengths: list[int]) -> Tensor:
+    """[tokens], responses end to end, to [sequences]."""
+    return torch.stack([part.sum() for part in values.split(lengths)]) if lengths else values[:0]
+
+
+def to_tokens(values: Tensor, lengths: list[int]) -> Tensor:
+    """[sequences] to [tokens]: every token gets its sequence's number."""
+    return torch.repeat_interleave(values, torch.tensor(lengths, dtype=torch.int64, device=values.device))
+
+
+def sequence_means(values: Tensor, mask: Tensor, lengths: list[int]) -> Tensor:
+    """[tokens] to [tokens]: the mean over the sequence's tokens with mask 1; 0 where a sequence has none."""
+    kept = torch.where(mask.bool(), values, torch.zeros_like(values))
+    counts = sequence_sums(mask.to(values.dtype), lengths).clamp(min=1)
+    return to_tokens(sequence_sums(kept, lengths) / counts, lengths)
+
+
 def aggregate(values: Tensor, mask: Tensor, lengths: list[int], mode: Aggregation, totals: Totals) -> Tensor:
     """This micro-batch's share of the mini-batch's loss; the shares of all micro-batches and ranks add up to it.
 
@@ -42,8 +59,7 @@ def aggregate(values: Tensor, mask: Tensor, lengths: list[int], mode: Aggregatio
     if mode == "token-mean":
         return kept.sum() / max(1, totals.tokens)
     if mode == "seq-mean-token-mean":
-        counts = torch.stack([part.sum() for part in mask.split(lengths)]).clamp(min=1) if lengths else mask[:0]
-        per_token = torch.repeat_interleave(1 / counts, torch.tensor(lengths, dtype=torch.int64, device=mask.device))
-        return (kept * per_token).sum() / max(1, totals.sequences)
+        counts = sequence_sums(mask.to(values.dtype), lengths).clamp(min=1)
+        return (kept * to_tokens(1 / counts, lengths)).sum() / max(1, totals.sequences)
     divisor = totals.horizon if mode == "seq-mean-token-sum-norm" else 1
     return kept.sum() / (max(1, totals.sequences) * divisor)

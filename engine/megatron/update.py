@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.layout import balanced_split, pack_by_tokens
-from engine.losses.aggregate import Totals, aggregate
 from engine.losses.config import LossConfig
-from engine.losses.policy import TokenLoss, importance_weights, k3, ppo_loss, sft_loss
+from engine.losses.metrics import advantage_statistics, metric_names, summary, token_sums
+from engine.losses.objective import MiniBatch, objective, with_statistics
 from engine.megatron.cpu import megatron_device
+from engine.megatron.meter import Meter
+from engine.megatron.tokens import missing_data, token_batch, totals_of
 from engine.roles.actor import Actor
 from engine.samples import Samples
 
@@ -42,26 +44,6 @@ class UpdateSettings:
     seed: int
 
 
-class Meter:
-    """Sums of metrics on this rank, added up over all ranks once, at the end.
-
-    The names are fixed beforehand: a rank without a sample, or of another than the last pipeline stage, takes part with zeros.
-    """
-
-    def __init__(self, names: list[str], device: str) -> None:
-        self.sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
-
-    def add(self, name: str, value: Tensor) -> None:
-        """Add a scalar; raises KeyError for a name that the other ranks would not reduce."""
-        self.sums[name] += value.detach().double()
-
-    def total(self, actor: Actor) -> dict[str, float]:
-        """The sums over all samples, equal on every rank."""
-        values = torch.stack(list(self.sums.values()))
-        actor.sum_over_ranks(values)
-        return dict(zip(self.sums, values.tolist(), strict=True))
-
-
 def mini_batches(count: int, size: int | None, seed: int) -> list[list[int]]:
     """Sample indices of each optimizer step of one epoch; shuffled when there is more than one step.
 
@@ -79,6 +61,9 @@ class Update:
 
     A sample stays on one model replica for all epochs, so its old log-probabilities are computed once, and kept where the loss
     needs them: on the last pipeline stage.
+
+    Raises:
+        ValueError: the loss needs data that the samples lack.
     """
 
     def __init__(self, actor: Actor, samples: Samples, settings: UpdateSettings) -> None:
@@ -86,25 +71,27 @@ class Update:
         self.steps = mini_batches(len(samples), settings.mini_batch_size, settings.seed)
         self.on_policy = len(self.steps) * settings.epochs == 1
         self.old: dict[int, Tensor] = {}
-        names = ["loss", "tokens", "entropy", "clip_fraction", "dual_clip_fraction", "approx_kl"]
-        if samples.rollout_logprobs is not None:
-            names += ["rollout_kl", "rollout_logprob_gap"]
-            names += ["importance_above_cap"] if settings.loss.importance_cap is not None else []
-        self.meter = Meter(names, actor.device)
+        if lacks := missing_data(samples, settings.loss):
+            raise ValueError(f"the loss {settings.loss.name} as it is set needs {lacks}, which the samples lack")
+        self.names = metric_names(
+            settings.loss,
+            rollout=samples.rollout_logprobs is not None,
+            reference=samples.reference_logprobs is not None,
+        )
+        self.meter = Meter(self.names.all, actor.device)
 
     def run(self, on_step: Callable[[int, int], None] = lambda done, of: None) -> dict[str, float]:
         """Do it; returns the metrics, equal on every rank. `on_step(done, of)` is called after each optimizer step."""
-        norms, rates = [], []
+        loss, taken = self.settings.loss, []
         with megatron_device(self.actor.device):
-            if not self.on_policy and self.settings.loss.name != "sft":
-                self._compute_old_logprobs()
+            if not (self.on_policy or loss.correction.bypass or loss.name == "sft"):
+                for indices in self.steps:
+                    self.old |= self._logprobs(indices)
             total = len(self.steps) * self.settings.epochs
             for number in range(total):
-                norm, rate = self._optimizer_step(self.steps[number % len(self.steps)])
-                norms.append(norm)
-                rates.append(rate)
+                taken += self._optimizer_step(self.steps[number % len(self.steps)], number)
                 on_step(number + 1, total)
-        return self._metrics(norms, rates)
+        return self._metrics(taken)
 
     @property
     def largest_micro_batch(self) -> int:
@@ -134,76 +121,81 @@ class Update:
             forward_only=forward_only,
         )
 
-    def _compute_old_logprobs(self) -> None:
+    def _logprobs(self, indices: list[int]) -> dict[int, Tensor]:
+        """Log-probabilities of this replica's samples of a mini-batch under the present weights; on the last stage only."""
+        found: dict[int, Tensor] = {}
+
         def keep(members: list[int], logprobs: Tensor, entropies: Tensor) -> Tensor:
-            pieces = logprobs.split([len(self.samples.responses[i]) for i in members])
-            self.old.update(zip(members, pieces, strict=True))
+            found.update(zip(members, logprobs.split([len(self.samples.responses[i]) for i in members]), strict=True))
             return logprobs
 
         with torch.no_grad():
-            for indices in self.steps:
-                self._run(indices, keep, forward_only=True)
+            self._run(indices, keep, forward_only=True)
+        return found
 
-    def _optimizer_step(self, indices: list[int]) -> tuple[float, float]:
-        whole = self.samples.select(indices)
-        totals = Totals(whole.trained_tokens, whole.trained_sequences, self.settings.horizon)
+    def _whole(self, indices: list[int], rows: dict[int, Tensor]) -> Tensor:
+        """[tokens of the mini-batch] fp64 in the order of its samples, on every rank, from what the replicas' last stages hold."""
+        parts = [
+            rows[i].double() if i in rows else torch.zeros(len(self.samples.responses[i]), dtype=torch.float64)
+            for i in indices
+        ]
+        values = torch.cat([part.to(self.actor.device) for part in parts])
+        self.actor.sum_over_ranks(values)
+        return values
+
+    def _optimizer_step(self, indices: list[int], number: int) -> list[tuple[float, float]]:
+        """Gradient norm and rate of the step; nothing where no token is trained on, and then no weight changes."""
+        mini_batch = self._mini_batch(indices, number)
+        if mini_batch.totals.tokens == 0:
+            return []
+        selected: dict[int, Tensor] = {}
+        if mini_batch.selected is not None:
+            pieces = mini_batch.selected.split([len(self.samples.responses[i]) for i in indices])
+            selected = dict(zip(indices, pieces, strict=True))
         self.actor.zero_gradients()
-        self._run(indices, partial(self._loss, totals=totals), forward_only=False)
-        return self.actor.optimizer_step()
+        self._run(indices, partial(self._loss, mini_batch=mini_batch, selected=selected), forward_only=False)
+        return [self.actor.optimizer_step()]
 
-    def _loss(self, members: list[int], logprobs: Tensor, entropies: Tensor, totals: Totals) -> Tensor:
+    def _mini_batch(self, indices: list[int], number: int) -> MiniBatch:
+        """Counts of a mini-batch, and what its loss must know of all its tokens, from a forward pass of its own if need be."""
+        config, part = self.settings.loss, self.samples.select(indices)
+        totals, good = totals_of(part, config, self.settings.horizon)
+        if totals.tokens == 0 or not config.needs_statistics:
+            return MiniBatch(totals, good)
+        logprobs = self._whole(indices, self._logprobs(indices))
+        off_policy = not (self.on_policy or config.correction.bypass)
+        old = self._whole(indices, self.old) if off_policy else logprobs
+        whole = token_batch(part, config, logprobs, torch.zeros_like(logprobs), old)
+        return with_statistics(whole, config, totals, good, self.settings.seed + number)
+
+    def _loss(
+        self,
+        members: list[int],
+        logprobs: Tensor,
+        entropies: Tensor,
+        mini_batch: MiniBatch,
+        selected: dict[int, Tensor],
+    ) -> Tensor:
         """The micro-batch's share of the loss; its metrics are counted on the way."""
-        part, config = self.samples.select(members), self.settings.loss
-        mask, lengths = self._flat(part.masks), [len(r) for r in part.responses]
         old = torch.cat([self.old[i] for i in members]) if self.old else logprobs.detach()
-        result = self._token_loss(logprobs, old, part)
-        loss = aggregate(result.loss, mask, lengths, config.aggregation, totals)
-        if config.entropy_coef:
-            loss = loss - config.entropy_coef * aggregate(entropies, mask, lengths, config.aggregation, totals)
-        self.meter.add("loss", loss)
-        self._measure(part, mask, logprobs.detach(), old, entropies.detach(), result)
-        return loss
+        batch = token_batch(self.samples.select(members), self.settings.loss, logprobs, entropies, old)
+        if selected:
+            batch = replace(batch, selected=torch.cat([selected[i] for i in members]))
+        result = objective(batch, self.settings.loss, mini_batch)
+        self.meter.add(token_sums(result, self.settings.loss))
+        return result.loss
 
-    def _token_loss(self, logprobs: Tensor, old: Tensor, part: Samples) -> TokenLoss:
-        config = self.settings.loss
-        if config.name == "sft":
-            return sft_loss(logprobs)
-        result = ppo_loss(logprobs, old, self._flat(part.advantages), config)
-        if config.importance_cap is None or part.rollout_logprobs is None:
-            return result
-        weights, above = importance_weights(old, self._flat(part.rollout_logprobs), config.importance_cap)
-        self.meter.add("importance_above_cap", (above * self._flat(part.masks)).sum())
-        return TokenLoss(result.loss * weights, result.clipped, result.dual_clipped)
-
-    def _measure(
-        self, part: Samples, mask: Tensor, logprobs: Tensor, old: Tensor, entropies: Tensor, result: TokenLoss
-    ) -> None:
-        def add(name: str, values: Tensor) -> None:
-            self.meter.add(name, torch.where(mask.bool(), values.double(), 0.0).sum())
-
-        self.meter.add("tokens", mask.sum())
-        add("entropy", entropies)
-        add("clip_fraction", result.clipped)
-        add("dual_clip_fraction", result.dual_clipped)
-        add("approx_kl", k3(old, logprobs))
-        if part.rollout_logprobs is not None:
-            rollout = self._flat(part.rollout_logprobs)
-            add("rollout_kl", k3(rollout, old))
-            add("rollout_logprob_gap", (old - rollout).abs())
-
-    def _flat(self, rows: list[list[float]] | list[list[int]]) -> Tensor:
-        return torch.tensor([x for row in rows for x in row], dtype=torch.float32, device=self.actor.device)
-
-    def _metrics(self, norms: list[float], rates: list[float]) -> dict[str, float]:
-        sums = self.meter.total(self.actor)
-        steps, tokens = len(norms), max(1.0, sums.pop("tokens", 0.0))
-        metrics = {"loss": sums.pop("loss", 0.0) / steps}
-        metrics |= {name: value / tokens for name, value in sums.items()}
-        metrics |= {
-            "grad_norm": sum(norms) / steps,
-            "grad_norm_max": max(norms),
-            "lr": rates[-1],
+    def _metrics(self, taken: list[tuple[float, float]]) -> dict[str, float]:
+        sums, steps, config = self.meter.total(self.actor), len(taken), self.settings.loss
+        metrics = summary(sums, self.names, steps) | {
             "optimizer_steps": float(steps),
             "trained_tokens": float(self.samples.trained_tokens * self.settings.epochs),
         }
+        if taken:
+            norms = [norm for norm, _ in taken]
+            metrics |= {"grad_norm": sum(norms) / steps, "grad_norm_max": max(norms), "lr": taken[-1][1]}
+        if config.name != "sft":
+            metrics |= advantage_statistics(self.samples.advantages, self.samples.masks)
+        if config.kl.coef:
+            metrics["kl_coef"] = config.kl.coef
         return metrics

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import OptimizerConfig
 from engine.layout import Layout
-from engine.losses.config import LossConfig
+from engine.losses.config import CorrectionConfig, LossConfig
 from engine.megatron.update import Update, UpdateSettings
 from engine.roles.actor import Actor
 from engine.samples import Samples
@@ -219,7 +219,8 @@ def policy_updates(runs: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, 
         for aggregation in run["aggregations"]:
             for budget in run["budgets"]:
                 actor = make_actor(**run["arguments"])
-                loss = LossConfig(aggregation=aggregation, entropy_coef=0.01, importance_cap=1.5)
+                correction = CorrectionConfig(weights="token-truncate", high=1.5)
+                loss = LossConfig(aggregation=aggregation, entropy_coef=0.01, correction=correction)
                 chosen = settings(loss, mini_batch_size=3, epochs=2, max_tokens_per_micro_batch=budget, temperature=0.7)
                 metrics = Update(actor, _scored(actor), chosen).run()
                 prompts, responses = batch(99, actor.arch.vocabulary)

@@ -15,7 +15,7 @@ from storage.datasets import ADVANTAGE, PROMPT, read, write_part
 from storage.ledger import Ledger
 from storage.manifest import FileEntry, Manifest, fingerprint, utc_now
 
-PPO = dict(name="ppo", aggregation="token-mean", importance_cap=2.0)
+PPO = dict(name="ppo", aggregation="token-mean", correction=dict(weights="token-truncate"))
 
 
 def spec(folder: str, parallel: dict[str, Any] | None = None, generate: dict[str, Any] | None = None) -> dict[str, Any]:
