@@ -20,13 +20,15 @@ FREE = (
     "keep_last_checkpoints",
     "pool",
     "algorithm.max_tokens_per_micro_batch",
+    "algorithm.max_rollout_batches",
+    "algorithm.when_too_few",
     "fit.max_tokens_per_micro_batch",
     "generation.max_concurrent_samples",
     "generation.memory_fraction",
     "generation.kv_cache_gib",
     "generation.cuda_graphs",
 )
-"""Names of the run, how far it goes, what is kept, and where the work is done."""
+"""Names of the run, how far it goes, what is kept, where the work is done, and when dynamic sampling gives up."""
 
 
 def changed_since(ledger: Ledger, config: TrainConfig, flow: str, prepared: Prepared | None = None) -> list[Violation]:

@@ -15,7 +15,7 @@ from flows.config import PostTrainConfig, SFTConfig, TrainConfig
 from storage.filesystem import InvalidName, StorageError, Store, checked_name
 from storage.manifest import fingerprint
 from storage.prompts import DataConfig, DataError, Prompt, PromptSource, open_prompts
-from tasks.advantages import ESTIMATORS
+from tasks.advantages.requirements import problems
 from tasks.plugins import UnknownFunction
 from tasks.prompt import prompt_tokens
 from tasks.rewards import bind
@@ -122,11 +122,8 @@ def _data_sets(config: TrainConfig) -> Iterator[tuple[str, DataConfig]]:
 
 def _post_train_rules(config: PostTrainConfig) -> Iterator[Violation]:
     generation, algorithm = config.generation, config.algorithm
-    if generation.samples_per_prompt < 2 and algorithm.estimator in ESTIMATORS.names():
-        yield Violation(
-            ("generation.samples_per_prompt",),
-            f"must be at least 2: {algorithm.estimator} compares the samples of one prompt with each other",
-        )
+    for keys, message in problems(algorithm, generation, config.reward):
+        yield Violation(keys, message)
     if generation.temperature == 0:
         yield Violation(("generation.temperature",), "must be above 0 for training: greedy samples are all the same")
     if generation.top_p != 1:
@@ -151,11 +148,6 @@ def _functions(config: TrainConfig) -> Iterator[Violation]:
             bind(config.reward.function)
         except UnknownFunction as error:
             yield Violation(("reward.function",), str(error))
-    if isinstance(config, PostTrainConfig):
-        try:
-            ESTIMATORS.find(config.algorithm.estimator)
-        except UnknownFunction as error:
-            yield Violation(("algorithm.estimator",), str(error))
 
 
 def _places(config: TrainConfig) -> Iterator[Violation]:

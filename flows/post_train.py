@@ -11,6 +11,7 @@ from prefect import flow
 from flows.config import PostTrainConfig
 from flows.evaluate import evaluate_when_due
 from flows.run import RunSummary, open_run
+from flows.sampling import greedy_baseline, sample_until_informative
 from flows.weights import checkpoint_when_due, restore
 from tasks.advantage import advantage
 from tasks.prompt import prompt
@@ -32,12 +33,15 @@ def post_train(config: PostTrainConfig) -> RunSummary:
             checkpoint_when_due(run, step)
             evaluate_when_due(run, step)
 
-            run.begin(step, "rollout")
-            prompts = prompt(run, step)
-            rollouts = rollout(run, step, prompts)  # vLLM, on the workers
-            run.begin(step, "reward")
-            rewards = reward(run, step, prompts, rollouts)  # here, on the CPU
-            advantages = advantage(run, step, rollouts, rewards)
+            if run.algorithm.dynamic_sampling:
+                prompts, rollouts, rewards = sample_until_informative(run, step)
+            else:
+                run.begin(step, "rollout")
+                prompts = prompt(run, step)
+                rollouts = rollout(run, step, prompts)  # vLLM, on the workers
+                run.begin(step, "reward")
+                rewards = reward(run, step, prompts, rollouts)  # here, on the CPU
+            advantages = advantage(run, step, rollouts, rewards, *greedy_baseline(run, step, prompts))
             run.begin(step, "update")
             updated = update(run, step, rollouts, advantages)  # Megatron, on the workers
             run.progress.finished(step, [rollouts, rewards, updated])

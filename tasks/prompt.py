@@ -33,20 +33,22 @@ def prompt(work: Work) -> StageOutput:
     return draw_prompts(work, work.ctx.training)
 
 
-def draw_prompts(work: Work, sampling: Sampling) -> StageOutput:
+def draw_prompts(work: Work, sampling: Sampling, batch: int | None = None, groups_before: int = 0) -> StageOutput:
     """Write the step's prompts as one part (schema PROMPT).
+
+    Args:
+        batch: which batch of the source; the step's own without it.
+        groups_before: groups that the step has already.
 
     Raises:
         DataError: a prompt does not fit beside its response into the context (under `overlong: error`), or none does.
     """
     ctx = work.ctx
     # Evaluation takes the same prompts at every version, and in runs of every seed: their accuracies can be compared.
-    step, seed = (work.step, ctx.seed) if sampling.advance else (0, 0)
-    drawn = sampling.source.batch(step, sampling.prompts, seed)
-    rows = [
-        prompt_row(ctx.tokenizer, item, group)
-        for item, group in zip(drawn, group_ids(work.step, len(drawn)), strict=True)
-    ]
+    position, seed = (work.step if batch is None else batch, ctx.seed) if sampling.advance else (0, 0)
+    drawn = sampling.source.batch(position, sampling.prompts, seed)
+    groups = group_ids(work.step, len(drawn), groups_before)
+    rows = [prompt_row(ctx.tokenizer, item, group) for item, group in zip(drawn, groups, strict=True)]
     fitting = fitting_rows(rows, ctx.context_tokens - ctx.generation.max_response_tokens, sampling.overlong)
     entry = write_part(work.store, work.path, 0, pa.Table.from_pylist(fitting, schema=PROMPT), PROMPT)
     return StageOutput(
@@ -56,9 +58,9 @@ def draw_prompts(work: Work, sampling: Sampling) -> StageOutput:
     )
 
 
-def group_ids(step: int, count: int) -> list[str]:
-    """One id a prompt drawn: the same prompt twice in a batch makes two groups."""
-    return [f"{step:06d}-{index:05d}" for index in range(count)]
+def group_ids(step: int, count: int, before: int = 0) -> list[str]:
+    """One id a prompt drawn, after the `before` first ones of the step: the same prompt twice makes two groups."""
+    return [f"{step:06d}-{index:05d}" for index in range(before, before + count)]
 
 
 def prompt_row(tokenizer: Tokenizer, item: Prompt, group_id: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +15,7 @@ from storage.datasets import REWARD, read, write_part
 from storage.manifest import Manifest
 from tasks.context import StageContext
 from tasks.rewards import RewardConfig, Sample, Scored, bind, score_samples
+from tasks.rewards.shaping import overlong_penalty, penalise_length, unshaped
 from tasks.stage import StageOutput, Work, flat, stage
 
 
@@ -25,11 +27,14 @@ def reward_settings(ctx: StageContext, step: int) -> dict[str, Any]:
 @stage("reward", settings=reward_settings)
 def reward(work: Work, prompts: Manifest, rollouts: Manifest) -> StageOutput:
     """Score the step's rollouts."""
-    return score(work, prompts, rollouts)
+    return score(work, prompts, rollouts, penalised=True)
 
 
-def score(work: Work, prompts: Manifest, rollouts: Manifest) -> StageOutput:
+def score(work: Work, prompts: Manifest, rollouts: Manifest, penalised: bool = False) -> StageOutput:
     """Write one row a sample (schema REWARD), training and evaluation alike.
+
+    Args:
+        penalised: whether length counts too, where that is configured; in an evaluation it never does.
 
     Raises:
         ScoringFailed: more samples failed than the configuration tolerates.
@@ -37,9 +42,15 @@ def score(work: Work, prompts: Manifest, rollouts: Manifest) -> StageOutput:
     config = work.ctx.reward
     samples, group_ids = _samples(work, prompts, rollouts)
     scored = score_samples(bind(config.function), samples, config)
+    lengths = [len(sample.response_tokens) for sample in samples]
+    if penalised and config.overlong_buffer is not None:
+        longest = work.ctx.generation.max_response_tokens
+        penalties = overlong_penalty(lengths, longest, config.overlong_buffer, config.overlong_factor)
+        scored = penalise_length(scored, penalties.tolist())
     rows = [{**asdict(row), "group_id": group} for row, group in zip(scored, group_ids, strict=True)]
     entry = write_part(work.store, work.path, 0, pa.Table.from_pylist(rows, schema=REWARD), REWARD)
-    metrics = {**reward_metrics(scored, config), **_response_metrics(samples)}
+    truncated = [sample.finish_reason == "length" for sample in samples]
+    metrics = {**reward_metrics(scored, config), **response_metrics(lengths, truncated)}
     return StageOutput(weight_version=rollouts.weight_version, files=[entry], metrics=metrics)
 
 
@@ -63,29 +74,35 @@ def _samples(work: Work, prompts: Manifest, rollouts: Manifest) -> tuple[list[Sa
     return samples, [row["group_id"] for row in rows]
 
 
-def reward_metrics(scored: list[Scored], config: RewardConfig) -> dict[str, float]:
-    """Mean reward, share of successes and mean of each numeric component over the samples that have them; count of failures.
+def reward_metrics(scored: Sequence[Scored], config: RewardConfig) -> dict[str, float]:
+    """Rewards, share of successes and mean of each numeric component over the samples that have them; count of failures.
 
-    A metric without any sample is left out, rather than reported as a number.
+    A success is judged by what the reward function gave, before any penalty for length. A metric without any sample is left out,
+    rather than reported as a number.
     """
+    parts = [json.loads(row.components) for row in scored]
     rewards = np.array([row.reward for row in scored if row.reward is not None], dtype=np.float64)
     metrics = {"failed": float(sum(row.error is not None for row in scored))}
     if len(rewards):
+        given = [unshaped(row.reward, part) for row, part in zip(scored, parts, strict=True) if row.reward is not None]
         metrics["reward"] = float(rewards.mean())
         metrics["reward_std"] = float(rewards.std())
-        metrics["success"] = float((rewards >= config.success_threshold).mean())
+        metrics["reward_min"], metrics["reward_max"] = float(rewards.min()), float(rewards.max())
+        metrics["success"] = float((np.array(given, dtype=np.float64) >= config.success_threshold).mean())
     components: dict[str, list[float]] = defaultdict(list)
-    for row in scored:
-        for name, value in json.loads(row.components).items():
-            if isinstance(value, int | float):
+    for part in parts:
+        for name, value in part.items():
+            if isinstance(value, int | float) and np.isfinite(value):
                 components[f"component/{name}"].append(float(value))
     return {**metrics, **{name: float(np.mean(values)) for name, values in components.items()}}
 
 
-def _response_metrics(samples: list[Sample]) -> dict[str, float]:
-    if not samples:
+def response_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dict[str, float]:
+    """Mean and largest number of response tokens, and the share of responses cut at the longest length."""
+    if not lengths:
         return {}
     return {
-        "response_tokens": float(np.mean([len(sample.response_tokens) for sample in samples])),
-        "truncated": float(np.mean([sample.finish_reason == "length" for sample in samples])),
+        "response_tokens": float(np.mean(lengths)),
+        "response_tokens_max": float(np.max(lengths)),
+        "truncated": float(np.mean(truncated)),
     }

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from flows import environment
-from flows.cli import demo, doctor, export, pool, reshard_plan, rollouts, runs, train
+from flows.cli import algorithms, demo, doctor, export, pool, reshard_plan, rollouts, runs, train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +46,6 @@ def build_parser() -> argparse.ArgumentParser:
         description="Post-train language models: rollout, reward, advantage, update, resumable at every stage.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for group in (demo, train, pool, runs, rollouts, export, reshard_plan, doctor):
+    for group in (demo, train, pool, runs, rollouts, algorithms, export, reshard_plan, doctor):
         group.add_commands(commands)
     return parser

@@ -12,6 +12,8 @@ from storage.filesystem import InvalidName, StorageError
 from storage.ledger import LedgerError
 from storage.prompts import DataError
 from tasks.advantage import NothingToLearn
+from tasks.advantages import BadEstimate
+from tasks.dynamic_sampling import TooFewGroups
 from tasks.plugins import UnknownFunction
 from tasks.rewards import ScoringFailed
 
@@ -33,7 +35,7 @@ _REFUSALS = (
     UnknownFunction,
     PoolError,
 )
-_FAILURES = (PoolBroken, OperationFailed, OperationTimeout, ScoringFailed, NothingToLearn)
+_FAILURES = (PoolBroken, OperationFailed, OperationTimeout, ScoringFailed, NothingToLearn, BadEstimate, TooFewGroups)
 _PREFECT_UNREACHABLE = ("Failed to reach API", "Timed out while attempting to connect", "Unable to connect to")
 
 

@@ -14,7 +14,11 @@ def add_commands(commands: Any) -> None:
     actions = group.add_subparsers(title="actions", metavar="ACTION", required=True)
     up = actions.add_parser("up", help="start the pool, or find it running")
     up.add_argument(
-        "--ranks", type=int, default=1, metavar="N", help="worker processes: tensor x pipeline x data parallel size (default 1)"
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="worker processes: tensor x pipeline x data parallel size (default 1)",
     )
     up.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
     up.add_argument("--port", type=int, default=None, help="port of the local Ray (default: a free one)")

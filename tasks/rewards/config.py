@@ -40,3 +40,12 @@ class RewardConfig(BaseModel):
     success_threshold: float = Field(
         1.0, title="Success", description="A sample counts as right, in accuracies, when its reward is at least this."
     )
+    overlong_buffer: int | None = Field(
+        None,
+        ge=1,
+        title="Length penalty begins",
+        description="This many tokens before the longest response (DAPO's soft overlong punishment). Unset is no penalty.",
+    )
+    overlong_factor: float = Field(
+        1.0, gt=0, title="Length penalty", description="Taken from the reward of a response of the longest length."
+    )

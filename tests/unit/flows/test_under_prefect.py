@@ -11,6 +11,7 @@ from flows.post_train import post_train
 from storage.filesystem import StorageError
 from storage.ledger import list_runs
 
+from .algorithm_runs import answering, changed
 from .conftest import FakePool
 
 
@@ -63,3 +64,14 @@ def test_runs_and_resumed_stages_are_shown(server, config, pool, monkeypatch):
 
 def die(*args):
     raise ZeroDivisionError
+
+
+@pytest.mark.integration
+def test_every_batch_of_dynamic_sampling_is_shown(server, config, pool, monkeypatch):
+    """The first batch's prompts are all answered rightly."""
+    answering(
+        monkeypatch, lambda prompt, index: "x" if index and prompt["group_id"] > "000000-00002" else prompt["answer"]
+    )
+    post_train(changed(config, {"dynamic_sampling": True}, total_steps=1, validation=None, experiment="dynamic"))
+    for stage in ("candidate-prompt", "candidate-rollout", "candidate-reward"):
+        assert task_runs(stage, 2) == [(f"{stage}-{index}-000000", "Completed") for index in range(2)]
