@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.losses.config import LossConfig, loss_problems
 from engine.tokenizer import Tokenizer, TokenizerError
 from engine.weights.architecture import Architecture, UnsupportedModel, read_architecture
 from engine.weights.sources import ModelNotFound, local_folder
@@ -131,8 +132,7 @@ def _post_train_rules(config: PostTrainConfig) -> Iterator[Violation]:
             ("generation.top_p",),
             "must be 1 for training: the log-probabilities of a truncated distribution are not those that the actor is trained on",
         )
-    if config.loss.name != "ppo":
-        yield Violation(("loss.name",), f"must be 'ppo' here, not {config.loss.name!r}; `onecopy sft` is supervised")
+    yield from _loss(config.loss)
     size = algorithm.mini_batch_size
     if size is not None and config.samples_per_step % size:
         yield Violation(
@@ -186,6 +186,16 @@ def _open_source(key: str, data: DataConfig) -> tuple[PromptSource | None, list[
         return open_prompts(data), []
     except (DataError, StorageError) as error:
         return None, [Violation((key,), str(error))]
+
+
+def _loss(loss: LossConfig) -> Iterator[Violation]:
+    if loss.name == "sft":
+        yield Violation(("loss.name",), "sft learns from demonstrations; `onecopy sft` does that")
+    for problem in loss_problems(loss):
+        keys, _, message = problem.partition(": ")
+        yield Violation(tuple(f"loss.{key}" for key in keys.split(", ")), message)
+    if loss.needs_reference:
+        yield Violation(("loss.kl.coef",), "needs a reference model, which a run cannot have yet")
 
 
 def _context(config: TrainConfig, architecture: Architecture) -> tuple[int, list[Violation]]:
