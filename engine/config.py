@@ -27,6 +27,14 @@ class ModelConfig(Part):
     )
 
 
+class ReferenceConfig(Part):
+    """The frozen policy that a KL penalty compares with; loaded only if there is such a penalty."""
+
+    model: ModelConfig | None = Field(
+        None, title="Model", description="Same vocabulary as the actor's. Default: the model that the run starts from."
+    )
+
+
 class ParallelConfig(Part):
     """How the model is divided over the pool's devices for training; generation has its own sizes."""
 

@@ -25,11 +25,13 @@ from engine.reshard.account import Transition
 from engine.reshard.hybrid import HybridWeights
 from engine.reshard.plan import plan_generation
 from engine.roles.actor import Actor
+from engine.roles.annotation import annotate
+from engine.roles.frozen import Frozen
 from engine.samples import Samples
 from engine.tokenizer import Tokenizer
 from engine.weights.architecture import read_architecture
 from storage.checkpoints import open_shard
-from storage.datasets import ROLLOUT, join, read, write_part
+from storage.datasets import REFERENCE, ROLLOUT, join, read, write_part
 from storage.filesystem import Store
 from storage.integrity import verify_file
 from storage.manifest import Manifest
@@ -86,6 +88,8 @@ class ModelSession:
         self.engine = GenerationEngine(HybridWeights(self.actor, plan), folder, generation)
         self.tokenizer = Tokenizer(folder)
         self.working_memory = WorkingMemory(device)
+        self.reference: Frozen | None = None
+        self._take_reference(spec)
 
     def differences(self, spec: dict[str, Any]) -> list[str]:
         """What of `spec` the running engines cannot take on, because it is built into them."""
@@ -115,6 +119,25 @@ class ModelSession:
         self.actor.load(folder, OptimizerConfig(**spec["optimizer"]))
         self.spec, self.tokenizer = spec, Tokenizer(folder)
         self.engine.config = GenerationConfig(**spec["generation"])
+        self._take_reference(spec)
+
+    def _take_reference(self, spec: dict[str, Any]) -> None:
+        """Hold the reference that the run needs, or none."""
+        self.reference = None
+        if spec.get("reference") is None:
+            return
+        self.engine.sleep()
+        folder = spec["reference"]["path"]
+        model = Actor(
+            read_architecture(folder),
+            folder,
+            self.actor.layout,
+            sequence_parallel=spec["parallel"]["sequence_parallel"],
+            dtype=_dtype(ModelConfig(**spec["reference"]), self.device),
+            device=self.device,
+            optimizer=None,
+        )
+        self.reference = Frozen(model)
 
     def own(self, run: str, version: int) -> None:
         """The weights are `version` of `run` from now on."""
@@ -208,6 +231,48 @@ class ModelSession:
             for index, (row, completion) in enumerate(zip(wanted, completions, strict=True))
         ]
         return pa.Table.from_pylist(rows, schema=ROLLOUT)
+
+    def reference_logprobs(
+        self,
+        tell: Callable[..., None],
+        *,
+        store: str,
+        rollout: dict[str, Any],
+        out: str,
+        temperature: float,
+        max_tokens_per_micro_batch: int,
+    ) -> dict[str, Any]:
+        """Log-probabilities of staged samples under the reference; each data parallel rank writes its share as one part.
+
+        Args:
+            store, rollout: root of the runs and manifest of the ROLLOUT dataset.
+            out: the stage's folder, relative to the store.
+            temperature: divides the logits, as it did the sampler's.
+        """
+        if self.reference is None:
+            raise RuntimeError("this run was loaded without a reference model")
+        files = Store.open(store)
+        table = read(files, Manifest(**rollout), ["sample_id", "prompt_tokens", "response_tokens"])
+        prompts, responses = table["prompt_tokens"].to_pylist(), table["response_tokens"].to_pylist()
+        self.engine.sleep()
+        with self.reference.awake() as model:
+            found = annotate(
+                model,
+                prompts,
+                responses,
+                output=0,
+                each="token",
+                temperature=temperature,
+                max_tokens=max_tokens_per_micro_batch,
+            )
+        tell(done=len(found), total=len(prompts))
+        at = self.actor.coordinates
+        if at.tp or at.pp or not found:
+            return {}
+        ids = table["sample_id"].to_pylist()
+        rows = [{"sample_id": ids[index], "reference_logprobs": found[index]} for index in sorted(found)]
+        entry = write_part(files, out, at.dp, pa.Table.from_pylist(rows, schema=REFERENCE), REFERENCE)
+        return {"files": [entry.model_dump()]}
 
     def update(
         self,

@@ -21,7 +21,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 class Worker:
     """Rank `rank` of `world_size`, on `device` ("cpu" or "cuda")."""
 
-    READ_ONLY_OPS = frozenset({"describe", "fits", "generate", "save"})
+    READ_ONLY_OPS = frozenset({"describe", "fits", "generate", "reference", "save"})
 
     def __init__(self, rank: int, world_size: int, device: str) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
@@ -100,7 +100,8 @@ class Worker:
 
         Args:
             run: identity of the run that the weights belong to from now on.
-            spec: {"model", "parallel", "optimizer", "generation", "seed"} as the configuration models dump them.
+            spec: {"model", "reference", "parallel", "optimizer", "generation", "seed"} as the configuration models dump them;
+                the reference is a model, or None.
         """
         from engine.model_session import ModelSession
 
@@ -128,6 +129,10 @@ class Worker:
     def op_generate(self, **args: Any) -> dict[str, Any]:
         """Answer prompts; see ModelSession.generate."""
         return self._loaded().generate(self._tell, self._cancel.is_set, **args)
+
+    def op_reference(self, **args: Any) -> dict[str, Any]:
+        """Log-probabilities of the reference for staged samples; see ModelSession.reference_logprobs."""
+        return self._loaded().reference_logprobs(self._tell, **args)
 
     def op_update(self, **args: Any) -> dict[str, Any]:
         """Train on staged datasets; see ModelSession.update."""

@@ -52,6 +52,8 @@ class Prepared:
     context_tokens: int
     source: PromptSource
     held_out: PromptSource | None
+    reference: tuple[str, str] | None
+    """Folder and identity of the reference model; None if the run needs none."""
 
 
 def check(config: TrainConfig) -> tuple[Prepared | None, list[Violation]]:
@@ -71,11 +73,14 @@ def check(config: TrainConfig) -> tuple[Prepared | None, list[Violation]]:
     context, problems = _context(config, architecture)
     violations += problems
     violations += _layout(config, architecture)
+    reference, wrong = _open_reference(config, folder, architecture)
+    violations += wrong
     if not problems:
         violations += _all_prompts_fit(config, source, held_out, tokenizer, context)
     if violations or source is None:
         return None, violations
-    return Prepared(folder, model_identity(folder), architecture, tokenizer, context, source, held_out), []
+    identity = model_identity(folder)
+    return Prepared(folder, identity, architecture, tokenizer, context, source, held_out, reference), []
 
 
 def _rules(config: TrainConfig) -> Iterator[Violation]:
@@ -194,8 +199,6 @@ def _loss(loss: LossConfig) -> Iterator[Violation]:
     for problem in loss_problems(loss):
         keys, _, message = problem.partition(": ")
         yield Violation(tuple(f"loss.{key}" for key in keys.split(", ")), message)
-    if loss.needs_reference:
-        yield Violation(("loss.kl.coef",), "needs a reference model, which a run cannot have yet")
 
 
 def _context(config: TrainConfig, architecture: Architecture) -> tuple[int, list[Violation]]:
@@ -211,6 +214,26 @@ def _context(config: TrainConfig, architecture: Architecture) -> tuple[int, list
         )
         return context, [Violation(("generation.max_response_tokens",), message)]
     return context, []
+
+
+def _open_reference(
+    config: TrainConfig, folder: str, architecture: Architecture
+) -> tuple[tuple[str, str] | None, list[Violation]]:
+    """Folder and identity of the reference model where one is needed."""
+    if not (isinstance(config, PostTrainConfig) and config.needs_reference):
+        return None, []
+    if config.reference.model is None:
+        return (folder, model_identity(folder)), []
+    try:
+        other = str(local_folder(config.reference.model.path))
+        theirs = read_architecture(other)
+    except (ModelNotFound, UnsupportedModel, OSError) as error:
+        return None, [Violation(("reference.model.path",), str(error))]
+    parallel = config.parallel
+    wrong = theirs.training_problems(parallel.layout, parallel.sequence_parallel)
+    if theirs.vocabulary != architecture.vocabulary:
+        wrong.append(f"has a vocabulary of {theirs.vocabulary} tokens, the model one of {architecture.vocabulary}")
+    return (other, model_identity(other)), [Violation(("reference.model",), problem) for problem in wrong]
 
 
 def _layout(config: TrainConfig, architecture: Architecture) -> list[Violation]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine.config import GenerationConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from engine.config import GenerationConfig, ModelConfig, OptimizerConfig, ParallelConfig, ReferenceConfig
 from engine.losses.config import LossConfig
 from engine.pool.config import PoolConfig
 from storage.prompts import DataConfig
@@ -72,11 +72,17 @@ class PostTrainConfig(RunConfig):
     )
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig, title="Reference model")
 
     @property
     def samples_per_step(self) -> int:
         """Responses generated in one step."""
         return self.prompts_per_step * self.generation.samples_per_prompt
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL penalty, in the loss or in the reward, compares with a reference model."""
+        return self.loss.needs_reference or self.algorithm.kl_coef > 0
 
 
 class FitConfig(BaseModel):

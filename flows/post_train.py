@@ -14,6 +14,7 @@ from flows.run import RunSummary, open_run
 from flows.sampling import greedy_baseline, sample_until_informative
 from flows.weights import checkpoint_when_due, restore
 from tasks.advantage import advantage
+from tasks.annotate import reference
 from tasks.prompt import prompt
 from tasks.reward import reward
 from tasks.rollout import rollout
@@ -41,9 +42,12 @@ def post_train(config: PostTrainConfig) -> RunSummary:
                 rollouts = rollout(run, step, prompts)  # vLLM, on the workers
                 run.begin(step, "reward")
                 rewards = reward(run, step, prompts, rollouts)  # here, on the CPU
-            advantages = advantage(run, step, rollouts, rewards, *greedy_baseline(run, step, prompts))
+            references = [reference(run, step, rollouts)] if config.needs_reference else []
+            baselines = greedy_baseline(run, step, prompts)
+            advantages = advantage(run, step, rollouts, rewards, *references, *baselines)
             run.begin(step, "update")
-            updated = update(run, step, rollouts, advantages)  # Megatron, on the workers
+            learned_from = references if config.loss.needs_reference else []
+            updated = update(run, step, rollouts, advantages, *learned_from)  # Megatron, on the workers
             run.progress.finished(step, [rollouts, rewards, updated])
 
         checkpoint_when_due(run, run.next_step())

@@ -84,6 +84,7 @@ class RunContext(StageContext):
             training=_training(config, prepared),
             held_out=_held_out(config, prepared),
             algorithm=config.algorithm if isinstance(config, PostTrainConfig) else None,
+            reference_identity=prepared.reference[1] if prepared.reference else None,
             context_tokens=prepared.context_tokens,
             operation_timeout_s=config.pool.operation_timeout_s,
             **parts,
@@ -99,7 +100,9 @@ class RunContext(StageContext):
     @property
     def update_inputs(self) -> tuple[str, ...]:
         """Stages whose datasets an update of this run trains on."""
-        return ("rollout", "advantage") if isinstance(self.config, PostTrainConfig) else ("demonstration",)
+        if not isinstance(self.config, PostTrainConfig):
+            return ("demonstration",)
+        return ("rollout", "advantage", *(("reference",) if self.config.loss.needs_reference else ()))
 
     def next_step(self) -> int:
         """The first step without a committed update; also the weight version that this step needs."""
@@ -216,12 +219,20 @@ def engine_spec(config: TrainConfig, prepared: Prepared) -> dict[str, Any]:
     """What the workers build: model (a folder that exists here), layout, optimizer and generation engine."""
     generation = {**config.generation.model_dump(mode="json"), "max_model_len": prepared.context_tokens}
     return {
+        "reference": _reference_spec(config, prepared),
         "model": {**config.model.model_dump(mode="json"), "path": prepared.folder},
         "parallel": config.parallel.model_dump(mode="json"),
         "optimizer": config.optimizer.model_dump(mode="json"),
         "generation": generation,
         "seed": config.seed,
     }
+
+
+def _reference_spec(config: TrainConfig, prepared: Prepared) -> dict[str, Any] | None:
+    if prepared.reference is None or not isinstance(config, PostTrainConfig):
+        return None
+    model = config.reference.model or config.model
+    return {**model.model_dump(mode="json"), "path": prepared.reference[0]}
 
 
 def get_pool(config: PoolConfig, ranks: int) -> LeasedPool:

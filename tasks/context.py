@@ -74,7 +74,7 @@ class StageContext:
         ledger: of the run.
         pool, lease: who does the heavy work, and the right to ask for it.
         tokenizer: of the model.
-        model_identity: changes with the files of the model, wherever they are.
+        model_identity, reference_identity: change with the files of the model, wherever they are; no reference: None.
         training: prompts that are trained on.
         held_out: prompts for evaluation; None without a validation set.
         operation_timeout_s: longest time one operation of the pool may take.
@@ -98,6 +98,7 @@ class StageContext:
         training: Sampling,
         held_out: Sampling | None = None,
         algorithm: AlgorithmConfig | None = None,
+        reference_identity: str | None = None,
         context_tokens: int,
         operation_timeout_s: float,
         on_progress: Progress | None = None,
@@ -107,7 +108,7 @@ class StageContext:
         self.reward, self.optimizer, self.fit = reward, optimizer, fit
         self.algorithm = algorithm or AlgorithmConfig()
         self.training, self.held_out = training, held_out
-        self.model_identity = model_identity
+        self.model_identity, self.reference_identity = model_identity, reference_identity
         self.context_tokens = context_tokens
         self.operation_timeout_s = operation_timeout_s
         self.on_progress = on_progress

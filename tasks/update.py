@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.losses.config import LossConfig
 from storage.manifest import Manifest
 from tasks.context import StageContext
 from tasks.figures import largest_of_ranks
@@ -28,7 +29,7 @@ def update_settings(ctx: StageContext, step: int) -> dict[str, Any]:
 
 @stage("update", settings=update_settings)
 def update(work: Work, *datasets: Manifest) -> StageOutput:
-    """Train on the step's datasets: rollout and advantage, or demonstration.
+    """Train on the step's datasets: rollout and advantage (and reference), or demonstration.
 
     Raises:
         RuntimeError: the pool holds another version afterwards than the next one.
@@ -43,7 +44,7 @@ def update_arguments(ctx: StageContext, step: int, datasets: tuple[Manifest, ...
     return {
         "store": ctx.store_uri,
         "datasets": {manifest.stage: manifest.model_dump(mode="json") for manifest in datasets},
-        "loss": ctx.fit.loss.model_dump(mode="json"),
+        "loss": loss_of_step(ctx, step).model_dump(mode="json"),
         "optimizer": ctx.optimizer.model_dump(mode="json"),
         "mini_batch_size": ctx.fit.mini_batch_size,
         "epochs": ctx.fit.epochs,
@@ -53,6 +54,17 @@ def update_arguments(ctx: StageContext, step: int, datasets: tuple[Manifest, ...
         "seed": ctx.seed,
         "version": step,
     }
+
+
+def loss_of_step(ctx: StageContext, step: int) -> LossConfig:
+    """The loss with the coefficient that an adaptive KL term has come to; the committed update before decides."""
+    loss = ctx.fit.loss
+    before = ctx.ledger.get("update", step - 1) if loss.kl.target is not None and step > 0 else None
+    if before is None or "reference_kl" not in before.metrics:
+        return loss
+    samples = ctx.training.prompts * ctx.training.samples_per_prompt
+    coef = loss.kl.next_coef(before.metrics["kl_coef"], before.metrics["reference_kl"], samples)
+    return loss.model_copy(update={"kl": loss.kl.model_copy(update={"coef": coef})})
 
 
 def checked_version(result: dict[str, Any], wanted: int) -> int:

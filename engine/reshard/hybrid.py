@@ -80,6 +80,16 @@ class HybridWeights:
             if at.pp in weight.stages(layout, stages)
         }
 
+    @property
+    def generation_region(self) -> Region | None:
+        """Memory of the generation tensors that are not the actor's own; None when all of them are."""
+        return self._generation
+
+    @property
+    def gradient_regions(self) -> list[StorageRegion]:
+        """Memory of the actor's gradients."""
+        return self._gradients
+
     def to_generation(self) -> Transition:
         """Make the generation tensors hold the actor's weights; until `to_training` the actor cannot be used.
 

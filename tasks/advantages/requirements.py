@@ -20,8 +20,6 @@ def problems(algorithm: AlgorithmConfig, generation: GenerationConfig, reward: R
         yield from _of_estimator(find_estimator(algorithm.estimator), algorithm, generation, reward)
     except UnknownFunction as error:
         yield ("algorithm.estimator",), str(error)
-    if algorithm.kl_coef > 0:
-        yield ("algorithm.kl_coef",), f"needs {_absent('reference_logprobs')}; 0 switches the penalty off"
     if algorithm.kl_target is not None and algorithm.kl_coef == 0:
         yield ("algorithm.kl_target", "algorithm.kl_coef"), "a coefficient of 0 stays 0, whatever the target"
     if algorithm.dynamic_sampling and generation.samples_per_prompt < 2:

@@ -17,6 +17,8 @@ RUNS = {
     ],
     "reinforce++": ["loss.name=reinforce", "algorithm.estimator=reinforce_plus_plus", "loss.correction.weights=token-truncate"],
     "remax": ["loss.name=cispo", "algorithm.estimator=remax"],
+    # the entropy bonus moves the weights whatever the rewards are
+    "kl to a reference": ["loss.kl.coef=0.05", "loss.kl.target=0.1", "algorithm.kl_coef=0.05", "loss.entropy_coef=0.1"],
     "kl-cov, two epochs": ["loss.name=kl_cov", "algorithm.epochs=2", "algorithm.mini_batch_size=8", "algorithm.estimator=rloo"],
 }  # fmt: skip
 
@@ -33,6 +35,10 @@ def test_an_algorithm_trains(name, onecopy, recipe, place):
         metrics = json.loads(path.read_text())["metrics"]
         assert all(math.isfinite(value) for value in metrics.values()), metrics
         assert metrics["rollout_logprob_gap"] <= 1e-3 or metrics["optimizer_steps"] == 0
+    if "loss.kl.coef=0.05" in RUNS[name]:
+        first, second = (json.loads(path.read_text())["metrics"] for path in updates)
+        assert first["reference_kl"] <= 1e-6 < second["reference_kl"]  # it begins as the reference, and leaves it
+        assert first["kl_coef"] == 0.05 > second["kl_coef"]  # below the target, so the coefficient falls
 
 
 def test_algorithms_are_listed(onecopy):

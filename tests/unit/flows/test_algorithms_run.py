@@ -153,3 +153,51 @@ def test_changed_algorithms_are_refused_and_the_bound_is_not_one(with_values, po
         post_train.fn(with_values({"estimator": "rloo", "max_rollout_batches": 3, "when_too_few": "continue"}))
     assert [line.split(":")[0] for line in caught.value.violations] == ["algorithm.estimator"]
     assert json.loads(ledger_of(with_values()).get("advantage", 0).inputs["settings"])["gamma"] == 1.0
+
+
+def test_a_reference_is_asked_once_a_step_and_reaches_reward_and_loss(with_values, pool):
+    """The fake reference is 0.25 below the sampler everywhere."""
+    config = with_values({"kl_coef": 0.2}, loss={"kl": {"coef": 0.1}})
+    post_train.fn(config)
+    spec = next(args["spec"] for op, _, args in pool.current.requests if op == "load")
+    assert spec["reference"]["path"] == spec["model"]["path"]
+    asked = [args["out"] for op, _, args in pool.current.requests if op == "reference"]
+    assert len(asked) == 3
+    assert ledger_of(config).get("advantage", 0).metrics["kl"] == pytest.approx(0.25)
+    updates = [args for op, _, args in pool.current.requests if op == "update"]
+    assert all(set(args["datasets"]) == {"rollout", "advantage", "reference"} for args in updates)
+    before = dict(pool.current.executed)
+    post_train.fn(config)
+    assert dict(pool.current.executed) == before
+
+
+def test_a_penalty_in_the_reward_alone_needs_no_reference_in_the_update(with_values, pool):
+    config = with_values({"kl_coef": 0.2})
+    post_train.fn(config)
+    updates = [args for op, _, args in pool.current.requests if op == "update"]
+    assert all(set(args["datasets"]) == {"rollout", "advantage"} for args in updates)
+
+
+def test_without_a_penalty_no_reference_is_loaded(with_values, pool):
+    post_train.fn(with_values())
+    assert next(args["spec"] for op, _, args in pool.current.requests if op == "load")["reference"] is None
+    assert not [op for op, _, _ in pool.current.requests if op == "reference"]
+
+
+def test_a_run_with_a_reference_is_recovered_from_its_datasets(with_values, pool):
+    """The pool is lost after the second update: a new one replays both with their references, and asks for none again."""
+    config = with_values(loss={"kl": {"coef": 0.1}}, checkpoint_every=100)
+
+    def die(op, args, when):
+        if op == "generate" and when == "before" and "step=000002" in args["out"]:
+            raise KeyboardInterrupt
+
+    pool.current.on_operation = die
+    with pytest.raises(KeyboardInterrupt):
+        post_train.fn(config)
+    first = pool.current
+    pool.current = type(first)()
+    post_train.fn(config)
+    replayed = [args for op, _, args in pool.current.requests if op == "update"]
+    assert [sorted(args["datasets"]) for args in replayed] == [["advantage", "reference", "rollout"]] * 3
+    assert len([op for op, _, _ in pool.current.requests if op == "reference"]) == 1

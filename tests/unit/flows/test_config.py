@@ -87,7 +87,6 @@ def test_everything_wrong_is_listed_at_once(recipe):
         ("loss.name=sft", "loss.name: sft learns from demonstrations"),
         ("loss.name=gspo", "loss.aggregation: gspo has one number a sequence"),
         ("loss.name=nowhere:loss", "loss.name: "),
-        ("loss.kl.coef=0.1", "loss.kl.coef: needs a reference model"),
         ("loss.correction.low=3", "loss.correction.low and loss.correction.high: no weight lies between them"),
         ("algorithm.estimator=gpro", "algorithm.estimator: unknown advantage estimator 'gpro' (did you mean 'grpo'?)"),
         ("reward.function=reasoning_gym", "reward.function and data.task: 'reasoning_gym' scores only prompts of"),
@@ -99,6 +98,12 @@ def test_everything_wrong_is_listed_at_once(recipe):
 def test_combinations_that_cannot_work(recipe, override, message):
     found = violations(recipe(), override)
     assert [line for line in found if line.startswith(message)], found
+
+
+def test_a_reference_model_is_checked_if_one_is_needed(recipe, tmp_path):
+    assert load_config(PostTrainConfig, recipe(), ["reference.model.path=/nowhere"]).reference.model.path == "/nowhere"
+    found = violations(recipe(), "loss.kl.coef=0.1", "reference.model.path=/nowhere")
+    assert [line for line in found if line.startswith("reference.model.path: no model folder /nowhere")], found
 
 
 def test_the_training_prompts_are_not_held_out(recipe, prompt_file):
