@@ -317,6 +317,8 @@ class ModelSession:
             metrics = work.run(lambda done, total: tell(done=done, total=total))
         self.weight_version = version + 1
         metrics |= self._transition_metrics(transition)
+        if (activations := self.working_memory.seen_bytes) is not None:
+            metrics["memory/activations_bytes"] = float(activations)
         metrics["seconds"] = time.monotonic() - began
         metrics["trained_tokens_per_second"] = metrics["trained_tokens"] / max(metrics["seconds"], 1e-9)
         return {"weight_version": version + 1, "metrics": metrics}

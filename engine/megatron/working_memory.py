@@ -18,6 +18,11 @@ class WorkingMemory:
         self._device = device
         self._seen: tuple[int, int] | None = None
 
+    @property
+    def seen_bytes(self) -> int | None:
+        """What the last measured update took at its peak."""
+        return None if self._seen is None else self._seen[1]
+
     def needed(self, tokens: int) -> int | None:
         """Bytes for micro-batches of up to `tokens` tokens; None before anything was measured."""
         if self._seen is None:

@@ -49,7 +49,9 @@ def test_an_optimizer_goes_to_the_host_and_comes_back_in_the_same_tensors():
 def test_working_memory_is_scaled_by_the_tokens_of_the_largest_micro_batch():
     memory = WorkingMemory("cpu")
     assert memory.needed(100) is None  # nothing measured: the KV cache must go
+    assert memory.seen_bytes is None
     memory.learn(1000, 10**9)
+    assert memory.seen_bytes == 10**9
     assert memory.needed(1000) == pytest.approx(MARGIN * 10**9)
     assert memory.needed(500) == memory.needed(1000)  # never less than what was seen
     assert memory.needed(3000) == pytest.approx(3 * MARGIN * 10**9)
