@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from engine.layout import Layout
 
+DEFAULT_CONTEXT = 8192
+"""Longest context when the configuration names none and the model would allow more (the KV cache must hold one)."""
+
 
 class Part(BaseModel):
     """Base of every configuration part: unknown keys are errors, never ignored."""
@@ -142,6 +145,10 @@ class GenerationConfig(Part):
     cuda_graphs: bool = Field(
         True, title="CUDA graphs", description="Off saves start time and costs speed (CUDA only)."
     )
+
+    def context(self, max_positions: int) -> int:
+        """Longest prompt + response in tokens, for a model that was made for `max_positions`."""
+        return self.max_model_len or min(max_positions, DEFAULT_CONTEXT)
 
     def layout(self, parallel: ParallelConfig) -> Layout:
         """The generation sizes on the same devices; raises ValueError if these cannot be divided so."""

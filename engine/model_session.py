@@ -30,7 +30,7 @@ from engine.roles.frozen import Frozen
 from engine.samples import Samples
 from engine.tokenizer import Tokenizer
 from engine.weights.architecture import read_architecture
-from storage.checkpoints import open_shard
+from storage.checkpoints import open_shard, shard_name
 from storage.datasets import REFERENCE, ROLLOUT, join, read, write_part
 from storage.filesystem import Store
 from storage.integrity import verify_file
@@ -331,7 +331,7 @@ class ModelSession:
     def save(self, store: str, out: str) -> dict[str, Any]:
         """Write this rank's state as one file of the checkpoint at `out`; returns its entry."""
         self.engine.sleep()
-        name = checkpoint.rank_file(torch.distributed.get_rank())
+        name = shard_name(torch.distributed.get_rank())
         header = {"weight_version": self.weight_version, "model_folder": self.spec["model"]["path"]}
         files = Store.open(store)
         # Beside the target where there is one, so that the state needs no room on another disk; publishing removes what is left.
@@ -349,7 +349,7 @@ class ModelSession:
     def restore(self, store: str, manifest: dict[str, Any]) -> int:
         """Bring the actor to a checkpoint whose file for this rank is as the manifest says; returns its version."""
         self.weight_version = None
-        record, name = Manifest(**manifest), checkpoint.rank_file(torch.distributed.get_rank())
+        record, name = Manifest(**manifest), shard_name(torch.distributed.get_rank())
         entry = next((file for file in record.files if file.path == name), None)
         if entry is None:
             raise checkpoint.LayoutMismatch(

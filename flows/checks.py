@@ -21,10 +21,6 @@ from tasks.plugins import UnknownFunction
 from tasks.prompt import prompt_tokens
 from tasks.rewards import bind
 
-DEFAULT_CONTEXT = 8192
-"""Context where the configuration names none and the model's file allows more."""
-
-
 MEASURED = 100_000
 MEASURED_OF_A_TASK = 256
 """Prompts whose length is checked beforehand, of files and of an endless task; every prompt is checked when it is drawn."""
@@ -203,8 +199,7 @@ def _loss(loss: LossConfig) -> Iterator[Violation]:
 
 def _context(config: TrainConfig, architecture: Architecture) -> tuple[int, list[Violation]]:
     """Tokens of prompt and response together, and what is wrong with them."""
-    wanted = config.generation.max_model_len
-    context = wanted or min(architecture.max_positions, DEFAULT_CONTEXT)
+    context = config.generation.context(architecture.max_positions)
     if context > architecture.max_positions:
         message = f"{context} is beyond the model's context of {architecture.max_positions} tokens"
         return context, [Violation(("generation.max_model_len",), message)]

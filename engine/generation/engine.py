@@ -20,9 +20,6 @@ from engine.reshard.account import Transition
 from engine.reshard.hybrid import HybridWeights
 from engine.weights.map import weight_map
 
-DEFAULT_CONTEXT = 8192
-"""Longest context when the configuration names none and the model would allow more (the KV cache must hold one)."""
-
 CANCEL_EVERY = 16
 """Decode steps between two looks at the cancel flag, which the ranks of one replica must agree on."""
 
@@ -75,7 +72,7 @@ class GenerationEngine:
         at = assignment.coordinates(weights.rank)
         self.replica, self.replicas, self.leads = at.dp, assignment.layout.dp, at.tp == at.pp == 0
         self._group = _replica_group(assignment.order.tolist(), assignment.layout, weights.rank)
-        self.max_model_len = config.max_model_len or min(weights.actor.arch.max_positions, DEFAULT_CONTEXT)
+        self.max_model_len = config.context(weights.actor.arch.max_positions)
         weights.to_generation()
         if self.device == "cuda":
             torch.cuda.empty_cache()

@@ -34,10 +34,6 @@ class LayoutMismatch(ValueError):
     """The checkpoint was written under another layout."""
 
 
-def rank_file(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
 def write(actor: Actor, path: Path, extra: dict[str, Any]) -> None:
     """Write this rank's file. `extra` is kept in the header as JSON (weight version, model folder, ...)."""
     with megatron_device(actor.device):

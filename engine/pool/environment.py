@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from engine.pool.errors import PoolError
+from engine.weights.sources import onecopy_home
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -19,7 +20,7 @@ QUIET = {
 
 def home() -> Path:
     """Folder for addresses, tokens and logs: `$ONECOPY_HOME` or `~/.onecopy`; created for this user only."""
-    folder = Path(os.environ.get("ONECOPY_HOME") or Path.home() / ".onecopy").expanduser().absolute()
+    folder = onecopy_home()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

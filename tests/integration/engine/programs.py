@@ -258,9 +258,10 @@ def checkpoints(runs: dict[str, dict[str, Any]], target: str) -> dict[str, Any]:
     from pathlib import Path
 
     from engine.megatron import checkpoint
+    from storage.checkpoints import shard_name
 
     results: dict[str, Any] = {}
-    file = checkpoint.rank_file(dist.get_rank())
+    file = shard_name(dist.get_rank())
     previous: str | None = None
     for name, arguments in runs.items():
         actor = make_actor(**arguments)
