@@ -10,6 +10,7 @@ import torch.distributed as dist
 from engine.config import GenerationConfig, ParallelConfig
 from engine.generation.engine import GenerationEngine, Sampling
 from engine.losses.config import LossConfig
+from engine.megatron.optimizer import device_state
 from engine.megatron.update import Update
 from engine.reshard.hybrid import HybridWeights
 from engine.reshard.plan import plan_generation
@@ -113,14 +114,20 @@ def generation(
         whole, before = hybrid.whole(), {n: p.data.clone() for n, p in hybrid.actor.parameters.items()}
         hybrid.engine.generate(hybrid.prompts, WARM)
         in_generation = hybrid.weights.owners()
+        state = [tensor.clone() for tensor in device_state(hybrid.actor.optimizer)]
+        hybrid.weights.optimizer_to_host()
+        away = hybrid.weights.owners()
         wrong += hybrid.wrong_slices(whole)
         transition = hybrid.engine.sleep()
         changed += [n for n, p in hybrid.actor.parameters.items() if not torch.equal(p.data, before[n])]
+        back = zip(state, device_state(hybrid.actor.optimizer), strict=True)
+        changed += ["optimizer state" for a, b in back if not torch.equal(a, b)]
         memory.append(_resident_mib())
     plan, rank = hybrid.plan, dist.get_rank()
     return {
         "first": first, "last": hybrid.measure(), "memory": memory, "wrong": wrong, "changed": changed,
         "private": hybrid.engine.shared.private_bytes, "in_generation": in_generation,
+        "away": away,
         "in_training": hybrid.weights.owners(), "resident": len(plan.resident) == len(plan.classes),
         "train_bytes": int(plan.held(plan.source)[rank]), "generate_bytes": int(plan.held(plan.target)[rank]),
         "back": transition.metrics(),

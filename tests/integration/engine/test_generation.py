@@ -98,6 +98,14 @@ def test_one_copy_of_the_weights_at_any_time(ranks):
         assert rank["private"] < 0.02 * rank["generate_bytes"]
 
 
+def test_the_optimizer_state_waits_in_host_memory_when_it_is_sent_there(ranks):
+    """That it comes back as it was is part of what must be unchanged above."""
+    for rank in ranks:
+        there, away = rank["in_training"]["optimizer"], rank["away"]
+        assert rank["in_generation"]["optimizer"] == there == away["optimizer_on_host"] > 0
+        assert away["optimizer"] == 0 == rank["in_training"]["optimizer_on_host"]
+
+
 def test_equal_layouts_share_memory_and_others_do_not(ranks, request):
     equal = "to" not in request.node.callspec.params["ranks"].split()
     for rank in ranks:
