@@ -130,30 +130,28 @@ class Architecture:
 
     def training_problems(self, layout: Layout, sequence_parallel: bool = False) -> list[str]:
         """Why this model cannot be trained in that layout; empty when it can."""
-        problems = self.layout_problems(layout)
-        if self.kv_heads % layout.tp:
-            problems.append(
-                f"tensor_parallel_size {layout.tp} does not divide num_key_value_heads {self.kv_heads} of {self.model_type}:"
-                " training does not replicate heads (generation does)"
-            )
+        problems = self.layout_problems(layout, copies_of_heads=False)
         if sequence_parallel and layout.tp == 1:
             problems.append("sequence_parallel needs tensor_parallel_size > 1")
         if self.experts and layout.tp > 1 and not sequence_parallel:
             problems.append("a mixture of experts with tensor_parallel_size > 1 needs sequence_parallel")
         return problems
 
-    def layout_problems(self, layout: Layout) -> list[str]:
-        """Why this model cannot be divided so, for training or generation; empty when it can."""
+    def layout_problems(self, layout: Layout, copies_of_heads: bool = True) -> list[str]:
+        """Why this model cannot be divided so; empty when it can.
+
+        Args:
+            copies_of_heads: a multiple of the key and value heads will do, as in generation; training does not replicate them.
+        """
         problems = layout.problems(self.layers)
         dense = {
             "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
             "the padded vocabulary": padded_vocabulary(self.vocabulary),
         } | ({} if self.experts else {"intermediate_size": self.intermediate})
+        if copies_of_heads and layout.tp % self.kv_heads == 0:
+            del dense["num_key_value_heads"]
         problems += self._undivided("tensor_parallel_size", layout.tp, dense)
-        if self.kv_heads % layout.tp and layout.tp % self.kv_heads:
-            problems.append(
-                f"tensor_parallel_size {layout.tp} neither divides nor is a multiple of num_key_value_heads {self.kv_heads}"
-            )
         if self.experts:
             sizes = {"the experts' intermediate size": self.expert_intermediate}
             problems += self._undivided("expert_tensor_parallel_size", layout.expert_tp, sizes)
