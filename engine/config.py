@@ -106,6 +106,23 @@ class OptimizerConfig(Part):
     )
 
 
+class CriticConfig(Part):
+    """The model that predicts returns; loaded only if the advantage estimator needs one."""
+
+    model: ModelConfig | None = Field(
+        None,
+        title="Model",
+        description="A language model or a classifier with one label, same vocabulary. Default: the model of the run.",
+    )
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    value_clip: float | None = Field(
+        0.2,
+        gt=0,
+        title="Clip of values",
+        description="Predictions are held this near to those before the update; unset is off.",
+    )
+
+
 class GenerationConfig(Part):
     """Sampling and the generation engine's limits."""
 

@@ -8,30 +8,31 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import torch
 
-from engine.config import GenerationConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from engine.companions import Companions
+from engine.config import CriticConfig, GenerationConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.generation.engine import Completion, GenerationEngine, Sampling
 from engine.layout import contiguous_ranges
 from engine.losses.config import LossConfig
 from engine.megatron import checkpoint
 from engine.megatron.update import Update, UpdateSettings
+from engine.megatron.value_update import ValueSettings
 from engine.megatron.working_memory import WorkingMemory
 from engine.reshard.account import Transition
 from engine.reshard.hybrid import HybridWeights
 from engine.reshard.plan import plan_generation
 from engine.roles.actor import Actor
-from engine.roles.annotation import annotate
-from engine.roles.frozen import Frozen
 from engine.samples import Samples
 from engine.tokenizer import Tokenizer
 from engine.weights.architecture import read_architecture
-from storage.checkpoints import open_shard, shard_name
-from storage.datasets import REFERENCE, ROLLOUT, join, read, write_part
+from storage.checkpoints import critic_name, open_shard, shard_name
+from storage.datasets import ROLLOUT, join, read, write_part
 from storage.filesystem import Store
 from storage.integrity import verify_file
 from storage.manifest import Manifest
@@ -88,8 +89,7 @@ class ModelSession:
         self.engine = GenerationEngine(HybridWeights(self.actor, plan), folder, generation)
         self.tokenizer = Tokenizer(folder)
         self.working_memory = WorkingMemory(device)
-        self.reference: Frozen | None = None
-        self._take_reference(spec)
+        self.companions = self._companions(spec)
 
     def differences(self, spec: dict[str, Any]) -> list[str]:
         """What of `spec` the running engines cannot take on, because it is built into them."""
@@ -119,25 +119,12 @@ class ModelSession:
         self.actor.load(folder, OptimizerConfig(**spec["optimizer"]))
         self.spec, self.tokenizer = spec, Tokenizer(folder)
         self.engine.config = GenerationConfig(**spec["generation"])
-        self._take_reference(spec)
+        self.companions = self._companions(spec)
 
-    def _take_reference(self, spec: dict[str, Any]) -> None:
-        """Hold the reference that the run needs, or none."""
-        self.reference = None
-        if spec.get("reference") is None:
-            return
+    def _companions(self, spec: dict[str, Any]) -> Companions:
+        """The models beside the actor that the run needs."""
         self.engine.sleep()
-        folder = spec["reference"]["path"]
-        model = Actor(
-            read_architecture(folder),
-            folder,
-            self.actor.layout,
-            sequence_parallel=spec["parallel"]["sequence_parallel"],
-            dtype=_dtype(ModelConfig(**spec["reference"]), self.device),
-            device=self.device,
-            optimizer=None,
-        )
-        self.reference = Frozen(model)
+        return Companions(self.actor, spec, lambda model: _dtype(model, self.device))
 
     def own(self, run: str, version: int) -> None:
         """The weights are `version` of `run` from now on."""
@@ -232,47 +219,25 @@ class ModelSession:
         ]
         return pa.Table.from_pylist(rows, schema=ROLLOUT)
 
-    def reference_logprobs(
+    def annotate(
         self,
-        tell: Callable[..., None],
         *,
+        role: str,
         store: str,
         rollout: dict[str, Any],
         out: str,
         temperature: float,
         max_tokens_per_micro_batch: int,
     ) -> dict[str, Any]:
-        """Log-probabilities of staged samples under the reference; each data parallel rank writes its share as one part.
+        """What the reference ("reference") or the critic ("critic") says of staged samples, as a dataset.
 
         Args:
             store, rollout: root of the runs and manifest of the ROLLOUT dataset.
             out: the stage's folder, relative to the store.
             temperature: divides the logits, as it did the sampler's.
         """
-        if self.reference is None:
-            raise RuntimeError("this run was loaded without a reference model")
-        files = Store.open(store)
-        table = read(files, Manifest(**rollout), ["sample_id", "prompt_tokens", "response_tokens"])
-        prompts, responses = table["prompt_tokens"].to_pylist(), table["response_tokens"].to_pylist()
         self.engine.sleep()
-        with self.reference.awake() as model:
-            found = annotate(
-                model,
-                prompts,
-                responses,
-                output=0,
-                each="token",
-                temperature=temperature,
-                max_tokens=max_tokens_per_micro_batch,
-            )
-        tell(done=len(found), total=len(prompts))
-        at = self.actor.coordinates
-        if at.tp or at.pp or not found:
-            return {}
-        ids = table["sample_id"].to_pylist()
-        rows = [{"sample_id": ids[index], "reference_logprobs": found[index]} for index in sorted(found)]
-        entry = write_part(files, out, at.dp, pa.Table.from_pylist(rows, schema=REFERENCE), REFERENCE)
-        return {"files": [entry.model_dump()]}
+        return self.companions.annotate(role, store, rollout, out, temperature, max_tokens_per_micro_batch)
 
     def update(
         self,
@@ -289,8 +254,11 @@ class ModelSession:
         temperature: float,
         seed: int,
         version: int,
+        critic: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Train on staged datasets ({"rollout", "advantage"} or {"demonstration"}); `version` becomes `version` + 1.
+
+        With a critic's settings it learns too, first, from the same samples ({"values"} beside the others).
 
         The weights belong to no version from the first optimizer step to the last: if anything fails in between, the rank
         refuses to generate or train until a checkpoint is restored.
@@ -313,8 +281,14 @@ class ModelSession:
         transition = self.engine.sleep(self.working_memory.needed(tokens))
         self.actor.optimizer_config = OptimizerConfig(**optimizer)
         self.weight_version = None
+        learned: dict[str, float] = {}
+        if critic is not None:
+            value_settings = ValueSettings(
+                CriticConfig(**critic).value_clip, mini_batch_size, epochs, max_tokens_per_micro_batch, settings.seed
+            )
+            learned = self.companions.update_critic(critic, samples, value_settings)
         with self.working_memory.measured(tokens):
-            metrics = work.run(lambda done, total: tell(done=done, total=total))
+            metrics = learned | work.run(lambda done, total: tell(done=done, total=total))
         self.weight_version = version + 1
         metrics |= self._transition_metrics(transition)
         if (activations := self.working_memory.seen_bytes) is not None:
@@ -329,10 +303,18 @@ class ModelSession:
         return transition.metrics() | memory
 
     def save(self, store: str, out: str) -> dict[str, Any]:
-        """Write this rank's state as one file of the checkpoint at `out`; returns its entry."""
+        """Write this rank's state as one file of the checkpoint at `out`, and a critic's as another; returns their entries."""
         self.engine.sleep()
-        name = shard_name(torch.distributed.get_rank())
+        rank = torch.distributed.get_rank()
         header = {"weight_version": self.weight_version, "model_folder": self.spec["model"]["path"]}
+        entries = [self._save_file(store, out, shard_name(rank), partial(checkpoint.write, self.actor, extra=header))]
+        if self.companions.has_critic:
+            critic = {**header, "model_folder": self.spec["critic"]["model"]["path"]}
+            writer = partial(self.companions.write_critic, header=critic)
+            entries.append(self._save_file(store, out, critic_name(rank), writer))
+        return {"files": entries}
+
+    def _save_file(self, store: str, out: str, name: str, write: Callable[[Path], None]) -> dict[str, Any]:
         files = Store.open(store)
         # Beside the target where there is one, so that the state needs no room on another disk; publishing removes what is left.
         beside = Path(files.uri(out)) if files.is_local else None
@@ -340,27 +322,34 @@ class ModelSession:
             beside.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".onecopy-", dir=beside) as scratch:
             path = Path(scratch) / name
-            checkpoint.write(self.actor, path, header)
+            write(path)
             with open_shard(f"{store.rstrip('/')}/{out}", name) as shard, path.open("rb") as source:
                 while piece := source.read(1 << 24):
                     shard.file.write(piece)
-        return {"files": [shard.entry.model_dump()]}
+        return shard.entry.model_dump()
 
     def restore(self, store: str, manifest: dict[str, Any]) -> int:
-        """Bring the actor to a checkpoint whose file for this rank is as the manifest says; returns its version."""
+        """Bring actor and critic to a checkpoint whose files for this rank are as the manifest says; returns its version."""
         self.weight_version = None
-        record, name = Manifest(**manifest), shard_name(torch.distributed.get_rank())
-        entry = next((file for file in record.files if file.path == name), None)
-        if entry is None:
-            raise checkpoint.LayoutMismatch(
-                f"{record.uri} has {len(record.files)} files and none for this rank ({name})"
-            )
-        files = Store.open(store)
-        verify_file(files, record.folder, entry)
+        record, rank = Manifest(**manifest), torch.distributed.get_rank()
         self.engine.sleep()
-        with _local(files, f"{record.folder}/{name}") as path:
+        with _checkpoint_file(Store.open(store), record, shard_name(rank)) as path:
             checkpoint.read(self.actor, path)
+        if self.companions.has_critic:
+            with _checkpoint_file(Store.open(store), record, critic_name(rank)) as path:
+                self.companions.read_critic(path)
         return record.weight_version
+
+
+@contextmanager
+def _checkpoint_file(files: Store, record: Manifest, name: str) -> Iterator[Path]:
+    """A checked file of a checkpoint, on local disk."""
+    entry = next((file for file in record.files if file.path == name), None)
+    if entry is None:
+        raise checkpoint.LayoutMismatch(f"{record.uri} has {len(record.files)} files and none for this rank ({name})")
+    verify_file(files, record.folder, entry)
+    with _local(files, f"{record.folder}/{name}") as path:
+        yield path
 
 
 def _dtype(model: ModelConfig, device: str) -> torch.dtype:
@@ -393,12 +382,14 @@ def _read_samples(store: Store, datasets: dict[str, dict[str, Any]]) -> Samples:
         responses = table["response_tokens"].to_pylist()
         ones = [[1] * len(response) for response in responses]
         return Samples(table["prompt_tokens"].to_pylist(), responses, ones, [[0.0] * len(r) for r in responses])
-    advantages = read(store, Manifest(**datasets["advantage"]), ["sample_id", "advantages", "reward"])
+    advantages = read(store, Manifest(**datasets["advantage"]), ["sample_id", "advantages", "returns", "reward"])
     columns = ["sample_id", "prompt_tokens", "response_tokens", "response_mask", "rollout_logprobs"]
     table = _with_columns(advantages, read(store, Manifest(**datasets["rollout"]), columns))
     if "reference" in datasets:
         columns = ["sample_id", "reference_logprobs"]
         table = _with_columns(table, read(store, Manifest(**datasets["reference"]), columns))
+    if "values" in datasets:
+        table = _with_columns(table, read(store, Manifest(**datasets["values"]), ["sample_id", "values"]))
     return Samples(
         table["prompt_tokens"].to_pylist(),
         table["response_tokens"].to_pylist(),
@@ -407,6 +398,8 @@ def _read_samples(store: Store, datasets: dict[str, dict[str, Any]]) -> Samples:
         table["rollout_logprobs"].to_pylist(),
         table["reference_logprobs"].to_pylist() if "reference" in datasets else None,
         table["reward"].to_pylist(),
+        table["values"].to_pylist() if "values" in datasets else None,
+        table["returns"].to_pylist() if "values" in datasets else None,
     )
 
 

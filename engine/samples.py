@@ -21,6 +21,7 @@ class Samples:
         rollout_logprobs: log-probabilities under the policy that generated; None for demonstrations.
         reference_logprobs: under the frozen reference policy; None where there is none.
         rewards: one a sample; None for demonstrations.
+        values, returns: per response token, what the critic predicted and should have; None without one.
     """
 
     prompts: list[list[int]]
@@ -30,6 +31,8 @@ class Samples:
     rollout_logprobs: Ragged | None = None
     reference_logprobs: Ragged | None = None
     rewards: list[float] | None = None
+    values: Ragged | None = None
+    returns: Ragged | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -64,4 +67,6 @@ class Samples:
             of_any(self.rollout_logprobs),
             of_any(self.reference_logprobs),
             of_any(self.rewards),
+            of_any(self.values),
+            of_any(self.returns),
         )

@@ -21,7 +21,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 class Worker:
     """Rank `rank` of `world_size`, on `device` ("cpu" or "cuda")."""
 
-    READ_ONLY_OPS = frozenset({"describe", "fits", "generate", "reference", "save"})
+    READ_ONLY_OPS = frozenset({"annotate", "describe", "fits", "generate", "save"})
 
     def __init__(self, rank: int, world_size: int, device: str) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
@@ -100,8 +100,8 @@ class Worker:
 
         Args:
             run: identity of the run that the weights belong to from now on.
-            spec: {"model", "reference", "parallel", "optimizer", "generation", "seed"} as the configuration models dump them;
-                the reference is a model, or None.
+            spec: {"model", "reference", "critic", "parallel", "optimizer", "generation", "seed"} as the configuration models
+                dump them; reference (a model) and critic are None where the run needs none.
         """
         from engine.model_session import ModelSession
 
@@ -130,9 +130,9 @@ class Worker:
         """Answer prompts; see ModelSession.generate."""
         return self._loaded().generate(self._tell, self._cancel.is_set, **args)
 
-    def op_reference(self, **args: Any) -> dict[str, Any]:
-        """Log-probabilities of the reference for staged samples; see ModelSession.reference_logprobs."""
-        return self._loaded().reference_logprobs(self._tell, **args)
+    def op_annotate(self, **args: Any) -> dict[str, Any]:
+        """What the reference or the critic says of staged samples; see ModelSession.annotate."""
+        return self._loaded().annotate(**args)
 
     def op_update(self, **args: Any) -> dict[str, Any]:
         """Train on staged datasets; see ModelSession.update."""

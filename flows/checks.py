@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.config import ModelConfig
 from engine.losses.config import LossConfig, loss_problems
 from engine.tokenizer import Tokenizer, TokenizerError
 from engine.weights.architecture import Architecture, UnsupportedModel, read_architecture
@@ -38,6 +40,14 @@ class Violation:
 
 
 @dataclass(frozen=True)
+class Companion:
+    """A model beside the actor: its folder here, and what changes with its files."""
+
+    folder: str
+    identity: str
+
+
+@dataclass(frozen=True)
 class Prepared:
     """What checking had to open anyway, for the run to use."""
 
@@ -48,8 +58,8 @@ class Prepared:
     context_tokens: int
     source: PromptSource
     held_out: PromptSource | None
-    reference: tuple[str, str] | None
-    """Folder and identity of the reference model; None if the run needs none."""
+    companions: dict[str, Companion]
+    """"reference" and "critic", as far as the run needs them."""
 
 
 def check(config: TrainConfig) -> tuple[Prepared | None, list[Violation]]:
@@ -69,14 +79,14 @@ def check(config: TrainConfig) -> tuple[Prepared | None, list[Violation]]:
     context, problems = _context(config, architecture)
     violations += problems
     violations += _layout(config, architecture)
-    reference, wrong = _open_reference(config, folder, architecture)
+    companions, wrong = _companions(config, folder, architecture)
     violations += wrong
     if not problems:
         violations += _all_prompts_fit(config, source, held_out, tokenizer, context)
     if violations or source is None:
         return None, violations
     identity = model_identity(folder)
-    return Prepared(folder, identity, architecture, tokenizer, context, source, held_out, reference), []
+    return Prepared(folder, identity, architecture, tokenizer, context, source, held_out, companions), []
 
 
 def _rules(config: TrainConfig) -> Iterator[Violation]:
@@ -211,24 +221,43 @@ def _context(config: TrainConfig, architecture: Architecture) -> tuple[int, list
     return context, []
 
 
-def _open_reference(
-    config: TrainConfig, folder: str, architecture: Architecture
-) -> tuple[tuple[str, str] | None, list[Violation]]:
-    """Folder and identity of the reference model where one is needed."""
-    if not (isinstance(config, PostTrainConfig) and config.needs_reference):
-        return None, []
-    if config.reference.model is None:
-        return (folder, model_identity(folder)), []
+def _open_companion(
+    key: str, chosen: ModelConfig | None, config: TrainConfig, folder: str, architecture: Architecture
+) -> tuple[Companion | None, list[Violation]]:
+    """The model at `key`, which must be divided as the actor is and read the same tokens; the run's own if none was chosen."""
+    if chosen is None:
+        return Companion(folder, model_identity(folder)), []
     try:
-        other = str(local_folder(config.reference.model.path))
+        other = str(local_folder(chosen.path))
         theirs = read_architecture(other)
     except (ModelNotFound, UnsupportedModel, OSError) as error:
-        return None, [Violation(("reference.model.path",), str(error))]
+        return None, [Violation((f"{key}.model.path",), str(error))]
     parallel = config.parallel
     wrong = theirs.training_problems(parallel.layout, parallel.sequence_parallel)
     if theirs.vocabulary != architecture.vocabulary:
         wrong.append(f"has a vocabulary of {theirs.vocabulary} tokens, the model one of {architecture.vocabulary}")
-    return (other, model_identity(other)), [Violation(("reference.model",), problem) for problem in wrong]
+    labels = (0,) if key == "reference" else (0, 1)
+    if theirs.labels not in labels:
+        wrong.append(f"is a classifier with {theirs.labels} labels")
+    return Companion(other, model_identity(other)), [Violation((f"{key}.model",), problem) for problem in wrong]
+
+
+def _companions(
+    config: TrainConfig, folder: str, architecture: Architecture
+) -> tuple[dict[str, Companion], list[Violation]]:
+    """Reference and critic, as far as the run needs them."""
+    found: dict[str, Companion] = {}
+    violations: list[Violation] = []
+    if not isinstance(config, PostTrainConfig):
+        return found, violations
+    with contextlib.suppress(UnknownFunction):  # an unknown estimator is a violation of its own
+        needed = {"reference": config.needs_reference, "critic": config.needs_critic}
+        for key in (key for key, wanted in needed.items() if wanted):
+            companion, problems = _open_companion(key, getattr(config, key).model, config, folder, architecture)
+            violations += problems
+            if companion is not None:
+                found[key] = companion
+    return found, violations
 
 
 def _layout(config: TrainConfig, architecture: Architecture) -> list[Violation]:

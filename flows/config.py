@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine.config import GenerationConfig, ModelConfig, OptimizerConfig, ParallelConfig, ReferenceConfig
+from engine.config import CriticConfig, GenerationConfig, ModelConfig, OptimizerConfig, ParallelConfig, ReferenceConfig
 from engine.losses.config import LossConfig
 from engine.pool.config import PoolConfig
 from storage.prompts import DataConfig
-from tasks.advantages import AlgorithmConfig
+from tasks.advantages import AlgorithmConfig, find_estimator
 from tasks.rewards import RewardConfig
 
 
@@ -72,12 +72,18 @@ class PostTrainConfig(RunConfig):
     )
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig, title="Reference model")
 
     @property
     def samples_per_step(self) -> int:
         """Responses generated in one step."""
         return self.prompts_per_step * self.generation.samples_per_prompt
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantage estimator takes a critic's values. Raises UnknownFunction if there is no such estimator."""
+        return "values" in find_estimator(self.algorithm.estimator).needs
 
     @property
     def needs_reference(self) -> bool:

@@ -14,7 +14,7 @@ from flows.run import RunSummary, open_run
 from flows.sampling import greedy_baseline, sample_until_informative
 from flows.weights import checkpoint_when_due, restore
 from tasks.advantage import advantage
-from tasks.annotate import reference
+from tasks.annotate import reference, values
 from tasks.prompt import prompt
 from tasks.reward import reward
 from tasks.rollout import rollout
@@ -43,10 +43,11 @@ def post_train(config: PostTrainConfig) -> RunSummary:
                 run.begin(step, "reward")
                 rewards = reward(run, step, prompts, rollouts)  # here, on the CPU
             references = [reference(run, step, rollouts)] if config.needs_reference else []
+            predicted = [values(run, step, rollouts)] if config.needs_critic else []
             baselines = greedy_baseline(run, step, prompts)
-            advantages = advantage(run, step, rollouts, rewards, *references, *baselines)
+            advantages = advantage(run, step, rollouts, rewards, *references, *predicted, *baselines)
             run.begin(step, "update")
-            learned_from = references if config.loss.needs_reference else []
+            learned_from = [*(references if config.loss.needs_reference else []), *predicted]
             updated = update(run, step, rollouts, advantages, *learned_from)  # Megatron, on the workers
             run.progress.finished(step, [rollouts, rewards, updated])
 

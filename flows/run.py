@@ -84,7 +84,9 @@ class RunContext(StageContext):
             training=_training(config, prepared),
             held_out=_held_out(config, prepared),
             algorithm=config.algorithm if isinstance(config, PostTrainConfig) else None,
-            reference_identity=prepared.reference[1] if prepared.reference else None,
+            reference_identity=_identity(prepared, "reference"),
+            critic=config.critic if isinstance(config, PostTrainConfig) and "critic" in prepared.companions else None,
+            critic_identity=_identity(prepared, "critic"),
             context_tokens=prepared.context_tokens,
             operation_timeout_s=config.pool.operation_timeout_s,
             **parts,
@@ -102,7 +104,8 @@ class RunContext(StageContext):
         """Stages whose datasets an update of this run trains on."""
         if not isinstance(self.config, PostTrainConfig):
             return ("demonstration",)
-        return ("rollout", "advantage", *(("reference",) if self.config.loss.needs_reference else ()))
+        more = {"reference": self.config.loss.needs_reference, "values": self.critic is not None}
+        return ("rollout", "advantage", *(stage for stage, needed in more.items() if needed))
 
     def next_step(self) -> int:
         """The first step without a committed update; also the weight version that this step needs."""
@@ -219,7 +222,7 @@ def engine_spec(config: TrainConfig, prepared: Prepared) -> dict[str, Any]:
     """What the workers build: model (a folder that exists here), layout, optimizer and generation engine."""
     generation = {**config.generation.model_dump(mode="json"), "max_model_len": prepared.context_tokens}
     return {
-        "reference": _reference_spec(config, prepared),
+        **_companion_specs(config, prepared),
         "model": {**config.model.model_dump(mode="json"), "path": prepared.folder},
         "parallel": config.parallel.model_dump(mode="json"),
         "optimizer": config.optimizer.model_dump(mode="json"),
@@ -228,11 +231,22 @@ def engine_spec(config: TrainConfig, prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _reference_spec(config: TrainConfig, prepared: Prepared) -> dict[str, Any] | None:
-    if prepared.reference is None or not isinstance(config, PostTrainConfig):
-        return None
-    model = config.reference.model or config.model
-    return {**model.model_dump(mode="json"), "path": prepared.reference[0]}
+def _companion_specs(config: TrainConfig, prepared: Prepared) -> dict[str, Any]:
+    """Reference and critic as the workers build them; None where the run needs none."""
+    specs: dict[str, Any] = {"reference": None, "critic": None}
+    if not isinstance(config, PostTrainConfig):
+        return specs
+    for key, companion in prepared.companions.items():
+        model = getattr(config, key).model or config.model
+        specs[key] = {**model.model_dump(mode="json"), "path": companion.folder}
+    if specs["critic"] is not None:
+        specs["critic"] = {**config.critic.model_dump(mode="json"), "model": specs["critic"]}
+    return specs
+
+
+def _identity(prepared: Prepared, key: str) -> str | None:
+    companion = prepared.companions.get(key)
+    return None if companion is None else companion.identity
 
 
 def get_pool(config: PoolConfig, ranks: int) -> LeasedPool:

@@ -30,6 +30,16 @@ def shard_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
+def critic_name(rank: int) -> str:
+    """Name of the file of rank `rank`'s part of a critic."""
+    return f"critic-{rank:05d}.safetensors"
+
+
+def is_critic(name: str) -> bool:
+    """Whether a checkpoint's file belongs to the critic."""
+    return name.startswith("critic-")
+
+
 def begin(ledger: Ledger, step: int) -> str:
     """Clear an unfinished attempt and return the URI that the ranks write their shards to.
 

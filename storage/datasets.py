@@ -16,7 +16,7 @@ from storage.integrity import CorruptFile, HashingWriter, read_verified
 from storage.manifest import FileEntry, Manifest, part_name, staged_name
 
 __all__ = [
-    "ADVANTAGE", "DEMONSTRATION", "PROMPT", "REFERENCE", "REWARD", "ROLLOUT",
+    "ADVANTAGE", "DEMONSTRATION", "PROMPT", "REFERENCE", "REWARD", "ROLLOUT", "VALUES",
     "CorruptFile", "DatasetError", "PartWriter", "conform", "join", "open_part", "read", "write_part",
 ]  # fmt: skip
 
@@ -77,11 +77,13 @@ ADVANTAGE = pa.schema(
         _required("sample_id", pa.string()),
         _required("group_id", pa.string()),
         _required("advantages", _FLOATS),
+        pa.field("returns", _FLOATS),
         _required("length", pa.int32()),
         _required("reward", pa.float64()),
     ]
 )
-"""One row a sample to train on. One advantage a response token; `length` counts prompt and response tokens."""
+"""One row a sample to train on. One advantage a response token, and what a critic should have predicted (null without one);
+`length` counts prompt and response tokens."""
 
 REFERENCE = pa.schema(
     [
@@ -90,6 +92,14 @@ REFERENCE = pa.schema(
     ]
 )
 """One row a sample: the frozen reference policy's log-probabilities (nats), one a response token."""
+
+VALUES = pa.schema(
+    [
+        _required("sample_id", pa.string()),
+        _required("values", _FLOATS),
+    ]
+)
+"""One row a sample: the critic's prediction of the return at each response token, before it was chosen."""
 
 DEMONSTRATION = pa.schema(
     [

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from storage.datasets import ADVANTAGE, join, read, write_part
 from storage.manifest import Manifest
-from tasks.advantages import AlgorithmConfig, Batch, find_estimator
+from tasks.advantages import AlgorithmConfig, Batch, Estimate, find_estimator
 from tasks.advantages.batch import PER_TOKEN, Bools, Floats, numbered
 from tasks.advantages.kl_reward import next_coefficient, penalised
 from tasks.context import StageContext
@@ -71,7 +71,7 @@ def advantage(work: Work, rollouts: Manifest, rewards: Manifest, *others: Manife
             " and tokens to train on; look at the errors with `onecopy rollouts show`"
         )
     estimate = estimator.estimate(batch, algorithm)
-    rows = advantage_rows(table, batch, estimate.advantages, kept)
+    rows = advantage_rows(table, batch, estimate, kept)
     entry = write_part(work.store, work.path, 0, rows, ADVANTAGE)
     metrics |= advantage_metrics(batch, kept, estimate.advantages)
     return StageOutput(weight_version=rollouts.weight_version, files=[entry], metrics=metrics)
@@ -102,14 +102,20 @@ def batch_of(table: pa.Table, algorithm: AlgorithmConfig, greedy: dict[str, floa
     )
 
 
-def advantage_rows(table: pa.Table, batch: Batch, advantages: Floats, kept: Bools) -> pa.Table:
+def advantage_rows(table: pa.Table, batch: Batch, estimate: Estimate, kept: Bools) -> pa.Table:
     """The rows of `kept` samples in the ADVANTAGE schema."""
-    lists = pa.ListArray.from_arrays(pa.array(batch.offsets, pa.int32()), pa.array(advantages, pa.float32()))
+
+    def ragged(numbers: Floats | None) -> pa.Array:
+        if numbers is None:
+            return pa.nulls(len(batch.groups), pa.list_(pa.float32()))
+        return pa.ListArray.from_arrays(pa.array(batch.offsets, pa.int32()), pa.array(numbers, pa.float32()))
+
     prompts = pc.list_value_length(table["prompt_tokens"]).to_numpy()
     columns = {
         "sample_id": table["sample_id"],
         "group_id": table["group_id"],
-        "advantages": lists,
+        "advantages": ragged(estimate.advantages),
+        "returns": ragged(estimate.returns),
         "length": pa.array(prompts + np.diff(batch.offsets), pa.int32()),
         "reward": pa.array(batch.outcomes),
     }

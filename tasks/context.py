@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine.config import GenerationConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from engine.config import CriticConfig, GenerationConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.losses.config import LossConfig
 from engine.tokenizer import Tokenizer
 from storage.ledger import Ledger
@@ -74,7 +74,9 @@ class StageContext:
         ledger: of the run.
         pool, lease: who does the heavy work, and the right to ask for it.
         tokenizer: of the model.
-        model_identity, reference_identity: change with the files of the model, wherever they are; no reference: None.
+        model_identity, reference_identity, critic_identity: change with the files of the model, wherever they are; None: no such
+            model.
+        critic: how the critic learns.
         training: prompts that are trained on.
         held_out: prompts for evaluation; None without a validation set.
         operation_timeout_s: longest time one operation of the pool may take.
@@ -99,6 +101,8 @@ class StageContext:
         held_out: Sampling | None = None,
         algorithm: AlgorithmConfig | None = None,
         reference_identity: str | None = None,
+        critic: CriticConfig | None = None,
+        critic_identity: str | None = None,
         context_tokens: int,
         operation_timeout_s: float,
         on_progress: Progress | None = None,
@@ -109,6 +113,7 @@ class StageContext:
         self.algorithm = algorithm or AlgorithmConfig()
         self.training, self.held_out = training, held_out
         self.model_identity, self.reference_identity = model_identity, reference_identity
+        self.critic, self.critic_identity = critic, critic_identity
         self.context_tokens = context_tokens
         self.operation_timeout_s = operation_timeout_s
         self.on_progress = on_progress

@@ -24,12 +24,13 @@ def update_settings(ctx: StageContext, step: int) -> dict[str, Any]:
             temperature=ctx.training.temperature,
             seed=ctx.seed,
         ),
+        **({} if ctx.critic is None else flat(critic=ctx.critic)),
     }
 
 
 @stage("update", settings=update_settings)
 def update(work: Work, *datasets: Manifest) -> StageOutput:
-    """Train on the step's datasets: rollout and advantage (and reference), or demonstration.
+    """Train on the step's datasets: rollout and advantage (and reference, values), or demonstration.
 
     Raises:
         RuntimeError: the pool holds another version afterwards than the next one.
@@ -53,6 +54,7 @@ def update_arguments(ctx: StageContext, step: int, datasets: tuple[Manifest, ...
         "temperature": ctx.training.temperature,
         "seed": ctx.seed,
         "version": step,
+        "critic": None if ctx.critic is None else ctx.critic.model_dump(mode="json"),
     }
 
 

@@ -1,4 +1,4 @@
-"""The actor's state as safetensors: each rank writes the part of the optimizer state that it owns.
+"""A model's state as safetensors: each rank writes the part of the optimizer state that it owns.
 
 A part is `flat[start:stop]` of the shard of one weight that the rank holds, for the fp32 master weights and both Adam moments.
 The header says which part of what it is, and the layout which shard, so that a reader can put shards together without
@@ -25,7 +25,7 @@ from engine.megatron.optimizer import (
     set_adam_step,
     shard_states,
 )
-from engine.roles.actor import Actor
+from engine.roles.model import Model
 
 FORMAT = "onecopy-checkpoint-1"
 
@@ -34,22 +34,22 @@ class LayoutMismatch(ValueError):
     """The checkpoint was written under another layout."""
 
 
-def write(actor: Actor, path: Path, extra: dict[str, Any]) -> None:
+def write(model: Model, path: Path, extra: dict[str, Any]) -> None:
     """Write this rank's file. `extra` is kept in the header as JSON (weight version, model folder, ...)."""
-    with megatron_device(actor.device):
-        ensure_state(actor.optimizer)
+    with megatron_device(model.device):
+        ensure_state(model.optimizer)
     tensors: dict[str, Tensor] = {}
     ranges: dict[str, tuple[int, int]] = {}
-    for name, state in shard_states(actor.optimizer, actor.parameters):
+    for name, state in shard_states(model.optimizer, model.parameters):
         ranges[name] = (state.start, state.stop)
         for key, tensor in state.tensors.items():
             tensors[f"{name}|{key}"] = tensor.detach().to("cpu", copy=True).contiguous()
     header = {
         "format": FORMAT,
         "rank": torch.distributed.get_rank(),
-        "layout": actor.layout.to_json(),
-        "dtype": str(actor.dtype).removeprefix("torch."),
-        "optimizer_steps": actor.optimizer_steps,
+        "layout": model.layout.to_json(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "optimizer_steps": model.optimizer_steps,
         "ranges": ranges,
         **extra,
     }
@@ -66,26 +66,26 @@ def read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def read(actor: Actor, path: Path) -> None:
-    """Bring the actor, in place, to the state of this rank's file.
+def read(model: Model, path: Path) -> None:
+    """Bring the model, in place, to the state of this rank's file.
 
     Raises:
         LayoutMismatch: written under another layout.
     """
     header = read_header(path)
     stored = Layout.from_json(header["layout"])
-    if not stored.divides_alike(actor.layout, actor.arch.layers):
+    if not stored.divides_alike(model.layout, model.arch.layers):
         raise LayoutMismatch(
-            f"{path} was written with {stored} and the pool has {actor.layout}: "
+            f"{path} was written with {stored} and the pool has {model.layout}: "
             "restore with the same parallel sizes, or export the model and start a new run from it"
         )
-    with megatron_device(actor.device), torch.no_grad(), safe_open(path, framework="pt") as file:
-        ensure_state(actor.optimizer)
-        for name, state in shard_states(actor.optimizer, actor.parameters):
+    with megatron_device(model.device), torch.no_grad(), safe_open(path, framework="pt") as file:
+        ensure_state(model.optimizer)
+        for name, state in shard_states(model.optimizer, model.parameters):
             if tuple(header["ranges"][name]) != (state.start, state.stop):
                 raise LayoutMismatch(f"{path}: {name} holds {header['ranges'][name]}, not {(state.start, state.stop)}")
             for key in STATE_NAMES:
                 state.tensors[key].copy_(file.get_tensor(f"{name}|{key}"))
-        set_adam_step(actor.optimizer, header["optimizer_steps"])
-        publish_master_weights(actor.optimizer, actor.chunks)
-    actor.optimizer_steps = header["optimizer_steps"]
+        set_adam_step(model.optimizer, header["optimizer_steps"])
+        publish_master_weights(model.optimizer, model.chunks)
+    model.optimizer_steps = header["optimizer_steps"]

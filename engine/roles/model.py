@@ -39,6 +39,7 @@ class Model:
         optimizer: None: the model is frozen; it has neither gradients nor optimizer.
 
     Attributes:
+        trained: it has gradients and an optimizer.
         coordinates: this rank's place in `layout`.
         chunks: its parts of the model, in model order; more than one with a virtual pipeline.
         parameters: name in the weight map (global layer numbers) to this rank's parameter, over all chunks.
@@ -60,7 +61,7 @@ class Model:
         self.row_multiple = layout.tp if sequence_parallel else 1
         self.optimizer_steps = 0
         self.coordinates = layout.coordinates(torch.distributed.get_rank())
-        self.optimizer_config = optimizer or OptimizerConfig()
+        self.optimizer_config, self.trained = optimizer or OptimizerConfig(), optimizer is not None
         with megatron_device(device):
             initialise_parallel_state(layout, device)
             config = transformer_config(arch, layout, sequence_parallel, dtype)

@@ -1,35 +1,55 @@
-"""A frozen model that is on the device only while it is asked."""
+"""A model that is on the device only while it works: roles that share GPUs with the actor take turns in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Generic, TypeVar
 
-from engine.reshard.memory import HostCopy
+from torch import Tensor
+
+from engine.megatron.optimizer import device_state
+from engine.reshard.memory import HostCopy, StorageRegion
 from engine.roles.model import Model
 
+Role = TypeVar("Role", bound=Model)
 
-class Frozen:
-    """A model without an optimizer that takes turns with the others on one GPU: in host memory between questions.
 
-    On CPU it stays where it is.
+class Resting(Generic[Role]):
+    """A frozen or trained model in host memory between its turns; on CPU it stays where it is.
+
+    Gradients hold nothing between turns and are given back.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Role) -> None:
         self.model = model
         self._host = HostCopy()
-        self._tensors = [parameter.data for parameter in model.parameters.values()]
+        if model.trained:
+            buffers = [b for chunk in model.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]  # type: ignore[union-attr]
+            self._weights = [buffer.param_data for buffer in buffers]
+            self._gradients = [StorageRegion(buffer.grad_data) for buffer in buffers]
+        else:
+            self._weights = [parameter.data for parameter in model.parameters.values()]
+            self._gradients = []
         self._rest()
 
     @contextmanager
-    def awake(self) -> Iterator[Model]:
+    def awake(self) -> Iterator[Role]:
         """The model, on the device inside the block."""
         self._host.move_back()
+        for region in self._gradients:
+            region.take()
         try:
             yield self.model
         finally:
             self._rest()
 
     def _rest(self) -> None:
+        for region in self._gradients:
+            region.release()
         if self.model.device == "cuda":
-            self._host.move_out(self._tensors)
+            self._host.move_out(self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        """Weights, and the optimizer state as far as it is there already."""
+        return [*self._weights, *(device_state(self.model.optimizer) if self.model.trained else ())]

@@ -24,6 +24,7 @@ from engine.weights.architecture import read_architecture
 from engine.weights.huggingface import huggingface_tensors
 from engine.weights.map import Shard, Weight, weight_map
 from engine.weights.sources import copy_small_files
+from storage.checkpoints import is_critic
 from storage.filesystem import Store
 from storage.integrity import verify_file
 from storage.ledger import Ledger
@@ -54,7 +55,8 @@ def export(run_uri: str, step: int, target: Path) -> Path:
         raise ExportError(f"{target} is not empty")
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="onecopy-") as scratch:
-        files = [_fetch(ledger.store, manifest, entry, Path(scratch)) for entry in manifest.files]
+        entries = [entry for entry in manifest.files if not is_critic(entry.path)]
+        files = [_fetch(ledger.store, manifest, entry, Path(scratch)) for entry in entries]
         checkpoint = CheckpointFiles(files)
         source = Path(checkpoint.model_folder)
         write_weights(checkpoint, target)

@@ -37,7 +37,7 @@ NEEDS = {
 }
 """What an estimator may need of a batch beside rewards and masks: attribute of the batch, and where it comes from."""
 
-ABSENT = ("values", "sum_pi_squared")
+ABSENT = ("sum_pi_squared",)
 """Needs that nothing stages yet. A stage that does only has to hand its dataset, with that column, to `tasks.advantage`."""
 
 

@@ -19,6 +19,7 @@ RUNS = {
     "remax": ["loss.name=cispo", "algorithm.estimator=remax"],
     # the entropy bonus moves the weights whatever the rewards are
     "kl to a reference": ["loss.kl.coef=0.05", "loss.kl.target=0.1", "algorithm.kl_coef=0.05", "loss.entropy_coef=0.1"],
+    "ppo": ["algorithm.estimator=gae", "algorithm.gamma=1.0", "algorithm.lam=0.95", "critic.optimizer.lr=1e-3"],
     "kl-cov, two epochs": ["loss.name=kl_cov", "algorithm.epochs=2", "algorithm.mini_batch_size=8", "algorithm.estimator=rloo"],
 }  # fmt: skip
 
@@ -35,6 +36,13 @@ def test_an_algorithm_trains(name, onecopy, recipe, place):
         metrics = json.loads(path.read_text())["metrics"]
         assert all(math.isfinite(value) for value in metrics.values()), metrics
         assert metrics["rollout_logprob_gap"] <= 1e-3 or metrics["optimizer_steps"] == 0
+    if name == "ppo":
+        first, second = (json.loads(path.read_text())["metrics"] for path in updates)
+        assert first["value_grad_norm"] >= 0 and "value_loss" in second
+        saved = sorted(
+            path.name for path in (place / "runs" / run / "checkpoint" / "step=000002").glob("*.safetensors")
+        )
+        assert saved == ["critic-00000.safetensors", "rank-00000.safetensors"]
     if "loss.kl.coef=0.05" in RUNS[name]:
         first, second = (json.loads(path.read_text())["metrics"] for path in updates)
         assert first["reference_kl"] <= 1e-6 < second["reference_kl"]  # it begins as the reference, and leaves it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -9,7 +10,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from engine.config import GenerationConfig, OptimizerConfig, ParallelConfig
+from engine.config import CriticConfig, GenerationConfig, OptimizerConfig, ParallelConfig
 from engine.worker import Worker
 from storage.datasets import ADVANTAGE, PROMPT, read, write_part
 from storage.ledger import Ledger
@@ -87,6 +88,13 @@ class Driver:
         )
         return self.publish("rollout", step, result.get("files", []), step)
 
+    def values(self, step: int, rollout: dict[str, Any]) -> dict[str, Any]:
+        out = self.ledger.stage_path("values", step)
+        args = dict(
+            role="critic", store=self.root, rollout=rollout, out=out, temperature=1.0, max_tokens_per_micro_batch=64
+        )
+        return self.publish("values", step, self.worker.execute("annotate", args).get("files", []), step)
+
     def advantage(self, step: int, rollout: dict[str, Any]) -> dict[str, Any]:
         files = []
         if dist.get_rank() == 0:
@@ -95,6 +103,7 @@ class Driver:
                 {
                     "sample_id": row["sample_id"], "group_id": row["group_id"], "reward": 0.0,
                     "advantages": [1.0 if row["response_tokens"][0] % 2 else -1.0] * len(row["response_tokens"]),
+                    "returns": [0.5] * len(row["response_tokens"]),
                     "length": len(row["prompt_tokens"]) + len(row["response_tokens"]),
                 }
                 for row in table
@@ -137,6 +146,43 @@ def life(root: str, folder: str, parallel: dict[str, Any], generate: dict[str, A
     return {
         "metrics": metrics, "later": later, "again": again, "checkpoint": at_checkpoint, "restored": restored,
         "described": described, "after": after, "after_again": run.state(), "rows": first["rows"],
+    }  # fmt: skip
+
+
+def critic_life(root: str, folder: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    """Values, an update of actor and critic, checkpoint, another; then back to the checkpoint and the same again."""
+    run = Driver(root, folder, parallel)
+    critic = CriticConfig(optimizer=OptimizerConfig(lr=1e-3)).model_dump(mode="json")
+    run.spec["critic"] = {**critic, "model": run.spec["model"]}
+    run.worker.execute("load", {"run": "r", "spec": run.spec})
+
+    def step(number: int) -> dict[str, float]:
+        rollout = run.rollout(number)
+        datasets = {
+            "rollout": rollout,
+            "advantage": run.advantage(number, rollout),
+            "values": run.values(number, rollout),
+        }
+        return run.update(number, rollout, datasets["advantage"], datasets=datasets, critic=critic, mini_batch_size=8)
+
+    def predictions() -> list[float]:
+        table = read(run.ledger.store, Manifest(**run.values(next(unused), first))).to_pylist()
+        return [round(x, 6) for row in sorted(table, key=lambda row: row["sample_id"]) for x in row["values"]]
+
+    first, unused = run.rollout(0), itertools.count(100)
+    untrained = predictions()
+    metrics = [step(0)]
+    files = run.worker.execute("save", {"store": root, "out": run.ledger.stage_path("checkpoint", 1)})["files"]
+    saved = run.publish("checkpoint", 1, files, 1)
+    at_checkpoint = predictions()
+    metrics.append(step(1))
+    after, state = predictions(), run.state()
+    run.worker.execute("restore", {"run": "r", "spec": run.spec, "store": root, "manifest": saved})
+    restored = predictions()
+    metrics.append(step(1))
+    return {
+        "untrained": untrained, "checkpoint": at_checkpoint, "after": after, "restored": restored, "again": predictions(),
+        "metrics": metrics, "same_actor": run.state() == state, "files": [file["path"] for file in saved["files"]],
     }  # fmt: skip
 
 

@@ -106,6 +106,25 @@ def test_greedy_outputs_of_an_export_equal_the_pools(tmp_path_factory):
     assert ours == plain
 
 
+@pytest.mark.parametrize("parallel", [{}, {"tensor_parallel_size": 2}], ids=str)
+def test_a_critic_learns_is_saved_and_comes_back(tmp_path, parallel):
+    world = parallel.get("tensor_parallel_size", 1)
+    folder = make_model("qwen2", tmp_path / "model")
+    arguments = {"root": str(tmp_path / "runs"), "folder": str(folder), "parallel": parallel}
+    for rank in run_ranks(f"{PROGRAMS}:critic_life", world, arguments):
+        assert set(rank["untrained"]) == {0.0}
+        assert rank["restored"] == rank["checkpoint"] != rank["after"]
+        assert rank["again"] == rank["after"] and rank["same_actor"]
+        first, second, again = rank["metrics"]
+        # returns are 0.5 everywhere: half the squared error begins at 0.125, and falls
+        assert second["value_loss"] < first["value_loss"] <= 0.125
+        assert again["value_loss"] == second["value_loss"]
+        assert len(rank["files"]) == 2 * world
+        assert abs(sum(rank["after"]) / len(rank["after"]) - 0.5) < 0.5
+    folder = export(str(tmp_path / "runs" / "run"), 1, tmp_path / "export")
+    assert (folder / "model.safetensors").is_file()
+
+
 def test_an_update_that_is_not_finite_changes_nothing_and_blocks_the_rank(tmp_path):
     folder = make_model("llama", tmp_path / "model")
     (rank,) = run_ranks(f"{PROGRAMS}:fail_in_update", 1, {"root": str(tmp_path / "runs"), "folder": str(folder)})

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from engine.pool.errors import VersionMismatch
 from flows.config import PostTrainConfig, SFTConfig
 from storage.checkpoints import open_shard, shard_name
-from storage.datasets import REFERENCE, ROLLOUT, read, write_part
+from storage.datasets import REFERENCE, ROLLOUT, VALUES, read, write_part
 from storage.filesystem import Store
 from storage.manifest import Manifest
 
-READ_ONLY = {"describe", "fits", "generate", "reference", "save"}
+READ_ONLY = {"annotate", "describe", "fits", "generate", "save"}
 ALPHABET = "0123456789+-= \nabcdefghijklmnopqrstuvwxyz"
 
 
@@ -108,20 +108,22 @@ class FakePool:
         return {"files": [shard.entry.model_dump(mode="json")]}
 
     def _update(self, rank, datasets, version, loss, **rest):
-        assert set(datasets) - {"reference"} in ({"rollout", "advantage"}, {"demonstration"})
+        assert set(datasets) - {"reference", "values"} in ({"rollout", "advantage"}, {"demonstration"})
         assert ("reference" in datasets) == (loss["kl"]["coef"] > 0)
+        assert ("values" in datasets) == (rest["critic"] is not None)
         if rank == 0:
             self.trained.append([version, *sorted(Manifest.model_validate(d).digest for d in datasets.values())])
         return {"weight_version": version + 1, "metrics": {"loss": 0.5, "grad_norm": 1.0}}
 
-    def _reference(self, rank, store, rollout, out, temperature, max_tokens_per_micro_batch):
+    def _annotate(self, rank, role, store, rollout, out, temperature, max_tokens_per_micro_batch):
         store = Store.open(store)
+        schema, column, offset = {
+            "reference": (REFERENCE, "reference_logprobs", -0.25),
+            "critic": (VALUES, "values", 0.75),
+        }[role]
         mine = read(store, Manifest.model_validate(rollout)).to_pylist()[rank :: self.ranks]
-        rows = [
-            {"sample_id": row["sample_id"], "reference_logprobs": [x - 0.25 for x in row["rollout_logprobs"]]}
-            for row in mine
-        ]
-        entry = write_part(store, out, rank, pa.Table.from_pylist(rows, schema=REFERENCE), REFERENCE)
+        rows = [{"sample_id": row["sample_id"], column: [x + offset for x in row["rollout_logprobs"]]} for row in mine]
+        entry = write_part(store, out, rank, pa.Table.from_pylist(rows, schema=schema), schema)
         return {"files": [entry.model_dump(mode="json")]}
 
     def _generate(self, rank, store, prompts, out, sampling, seed, step, weight_version):

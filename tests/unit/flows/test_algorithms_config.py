@@ -43,7 +43,6 @@ def test_a_group_of_one_is_fine_elsewhere(recipe, name):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["estimator=gae"], "algorithm.estimator: gae needs a critic, which this release"),
         (["estimator=optimal_token_baseline"], "algorithm.estimator: optimal_token_baseline needs the sum of squared"),
         (["estimator=gdpo"], "algorithm.gdpo_weights: gdpo needs at least one component"),
         (["estimator=gpro"], "algorithm.estimator: unknown advantage estimator 'gpro' (did you mean 'grpo'?)"),
@@ -83,16 +82,16 @@ def test_combinations_that_cannot_work(recipe, overrides, message):
 
 
 def test_all_of_it_at_once(recipe):
-    overrides = ["estimator=gae", "dynamic_sampling=true", "gamma=2"]
+    overrides = ["estimator=optimal_token_baseline", "dynamic_sampling=true", "gamma=2"]
     found = violations(recipe, *(f"algorithm.{item}" for item in overrides), "generation.samples_per_prompt=1")
-    assert len(found) == 3
+    assert len(found) == 4
 
 
 def test_a_users_decorated_estimator_is_held_to_what_it_declares(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(ESTIMATORS, "_functions", dict(ESTIMATORS._functions))
     (tmp_path / "mine.py").write_text(
         "from tasks.advantages import estimator\n"
-        "@estimator('mine_with_critic', group=True, needs=('values',))\n"
+        "@estimator('mine_with_critic', group=True, needs=('sum_pi_squared',))\n"
         "def mine(batch, config):\n    return batch.centred()\n"
     )
     found = violations(recipe, f"algorithm.estimator={tmp_path}/mine.py:mine", "generation.samples_per_prompt=1")
@@ -123,7 +122,7 @@ def test_the_command(capsys):
         "name": "gae",
         "summary": "Generalised advantage estimation with a critic, whitened over all trained tokens of the step",
         "source": "arXiv 1506.02438 eq. 16",
-        "needs": ["values (not in this release)"],
+        "needs": ["values"],
     }
     assert main(["algorithms"]) == 0
     assert "rloo" in capsys.readouterr().out

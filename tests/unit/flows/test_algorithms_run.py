@@ -161,7 +161,7 @@ def test_a_reference_is_asked_once_a_step_and_reaches_reward_and_loss(with_value
     post_train.fn(config)
     spec = next(args["spec"] for op, _, args in pool.current.requests if op == "load")
     assert spec["reference"]["path"] == spec["model"]["path"]
-    asked = [args["out"] for op, _, args in pool.current.requests if op == "reference"]
+    asked = [args["out"] for op, _, args in pool.current.requests if op == "annotate"]
     assert len(asked) == 3
     assert ledger_of(config).get("advantage", 0).metrics["kl"] == pytest.approx(0.25)
     updates = [args for op, _, args in pool.current.requests if op == "update"]
@@ -181,7 +181,7 @@ def test_a_penalty_in_the_reward_alone_needs_no_reference_in_the_update(with_val
 def test_without_a_penalty_no_reference_is_loaded(with_values, pool):
     post_train.fn(with_values())
     assert next(args["spec"] for op, _, args in pool.current.requests if op == "load")["reference"] is None
-    assert not [op for op, _, _ in pool.current.requests if op == "reference"]
+    assert not [op for op, _, _ in pool.current.requests if op == "annotate"]
 
 
 def test_a_run_with_a_reference_is_recovered_from_its_datasets(with_values, pool):
@@ -200,4 +200,28 @@ def test_a_run_with_a_reference_is_recovered_from_its_datasets(with_values, pool
     post_train.fn(config)
     replayed = [args for op, _, args in pool.current.requests if op == "update"]
     assert [sorted(args["datasets"]) for args in replayed] == [["advantage", "reference", "rollout"]] * 3
-    assert len([op for op, _, _ in pool.current.requests if op == "reference"]) == 1
+    assert len([op for op, _, _ in pool.current.requests if op == "annotate"]) == 1
+
+
+def test_ppo_with_a_critic(with_values, pool):
+    """The fake critic predicts 0.25 everywhere; gamma and lambda are 1, so a token's return is the sample's reward."""
+    config = with_values({"estimator": "gae", "gamma": 1.0, "lam": 1.0}, critic={"optimizer": {"lr": 0.5}})
+    post_train.fn(config)
+    spec = next(args["spec"] for op, _, args in pool.current.requests if op == "load")
+    assert spec["critic"]["model"]["path"] == spec["model"]["path"] and spec["critic"]["optimizer"]["lr"] == 0.5
+    for row in rows_of(config, "advantage", 0):
+        assert row["returns"] == pytest.approx([row["reward"]] * len(row["advantages"]))
+    assert rows_of(config, "values", 0)[0]["values"][0] == 0.25
+    updates = [args for op, _, args in pool.current.requests if op == "update"]
+    assert all(set(args["datasets"]) == {"rollout", "advantage", "values"} for args in updates)
+    assert all(args["critic"]["optimizer"]["lr"] == 0.5 for args in updates)
+    before = dict(pool.current.executed)
+    post_train.fn(config)
+    assert dict(pool.current.executed) == before
+
+
+def test_without_a_critic_there_are_no_returns_and_none_learns(with_values, pool):
+    config = with_values()
+    post_train.fn(config)
+    assert all(row["returns"] is None for row in rows_of(config, "advantage", 0))
+    assert all(args["critic"] is None for op, _, args in pool.current.requests if op == "update")

@@ -212,7 +212,16 @@ def test_columns_and_types_are_those_of_the_schema(tmp_path):
 
 def test_narrower_types_and_another_column_order_are_taken(tmp_path):
     store = Store.open(str(tmp_path))
-    loose = pa.table({"length": [3], "sample_id": ["a"], "group_id": ["g"], "advantages": [[0.5]], "reward": [1.0]})
+    loose = pa.table(
+        {
+            "length": [3],
+            "sample_id": ["a"],
+            "group_id": ["g"],
+            "advantages": [[0.5]],
+            "returns": [None],
+            "reward": [1.0],
+        }
+    )
     write_part(store, "s", 0, loose, ADVANTAGE)
     stored = pq.read_table(tmp_path / "s" / "_part-00000.parquet")
     assert stored.schema.equals(ADVANTAGE)

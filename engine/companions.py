@@ -1,0 +1,129 @@
+"""The models beside the actor: a frozen reference, a critic that learns with it. They take turns in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from engine.config import CriticConfig, ModelConfig, OptimizerConfig
+from engine.megatron import checkpoint
+from engine.megatron.value_update import ValueSettings, ValueUpdate
+from engine.roles.actor import Actor
+from engine.roles.annotation import annotate
+from engine.roles.critic import VALUES as VALUE_OUTPUT
+from engine.roles.critic import Critic
+from engine.roles.resting import Resting
+from engine.samples import Samples
+from engine.weights.architecture import read_architecture
+from storage.datasets import REFERENCE, VALUES, read, write_part
+from storage.filesystem import Store
+from storage.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """What a role says of a sample: which output of its model, as which column of which dataset."""
+
+    output: int
+    column: str
+    schema: pa.Schema
+
+
+ANNOTATIONS = {
+    "reference": Annotation(0, "reference_logprobs", REFERENCE),
+    "critic": Annotation(VALUE_OUTPUT, "values", VALUES),
+}
+
+
+class Companions:
+    """Those of one run on one rank.
+
+    Args:
+        actor: whose layout and precision they share.
+        spec: as for `ModelSession`; "reference" and "critic" are None where the run needs none.
+    """
+
+    def __init__(self, actor: Actor, spec: dict[str, Any], dtype_of: Callable[[ModelConfig], torch.dtype]) -> None:
+        self._actor = actor
+        self._roles: dict[str, Resting[Any]] = {}
+        sequence_parallel = spec["parallel"]["sequence_parallel"]
+        if reference := spec.get("reference"):
+            self._roles["reference"] = Resting(
+                Actor(
+                    read_architecture(reference["path"]),
+                    reference["path"],
+                    actor.layout,
+                    sequence_parallel=sequence_parallel,
+                    dtype=dtype_of(ModelConfig(**reference)),
+                    device=actor.device,
+                    optimizer=None,
+                )
+            )
+        if critic := spec.get("critic"):
+            folder = critic["model"]["path"]
+            arch = read_architecture(folder)
+            self._roles["critic"] = Resting(
+                Critic(
+                    arch if arch.labels else arch.with_score_head(),
+                    folder,
+                    actor.layout,
+                    sequence_parallel=sequence_parallel,
+                    dtype=dtype_of(ModelConfig(**critic["model"])),
+                    device=actor.device,
+                    optimizer=OptimizerConfig(**critic["optimizer"]),
+                )
+            )
+
+    def annotate(
+        self, role: str, store: str, rollout: dict[str, Any], out: str, temperature: float, max_tokens: int
+    ) -> dict[str, Any]:
+        """Write what a role says of staged samples; each data parallel rank writes its share as one part."""
+        if role not in self._roles:
+            raise RuntimeError(f"this run was loaded without a {role}")
+        what, files = ANNOTATIONS[role], Store.open(store)
+        table = read(files, Manifest(**rollout), ["sample_id", "prompt_tokens", "response_tokens"])
+        prompts, responses = table["prompt_tokens"].to_pylist(), table["response_tokens"].to_pylist()
+        with self._roles[role].awake() as model:
+            found = annotate(
+                model,
+                prompts,
+                responses,
+                output=what.output,
+                each="token",
+                temperature=temperature,
+                max_tokens=max_tokens,
+            )
+        at = self._actor.coordinates
+        if at.tp or at.pp or not found:
+            return {}
+        ids = table["sample_id"].to_pylist()
+        rows = [{"sample_id": ids[index], what.column: found[index]} for index in sorted(found)]
+        entry = write_part(files, out, at.dp, pa.Table.from_pylist(rows, schema=what.schema), what.schema)
+        return {"files": [entry.model_dump()]}
+
+    @property
+    def has_critic(self) -> bool:
+        return "critic" in self._roles
+
+    def update_critic(self, config: dict[str, Any], samples: Samples, settings: ValueSettings) -> dict[str, float]:
+        """Train the critic on the samples of a policy update; returns its metrics."""
+        if samples.values is None or samples.returns is None:
+            raise ValueError("a critic learns from values and returns, which the datasets lack")
+        with self._roles["critic"].awake() as critic:
+            critic.optimizer_config = CriticConfig(**config).optimizer
+            return ValueUpdate(critic, samples, samples.values, samples.returns, settings).run()
+
+    def write_critic(self, path: Path, header: dict[str, Any]) -> None:
+        """This rank's part of the critic's state, as one file."""
+        with self._roles["critic"].awake() as critic:
+            checkpoint.write(critic, path, header)
+
+    def read_critic(self, path: Path) -> None:
+        """Bring the critic to the state of this rank's file."""
+        with self._roles["critic"].awake() as critic:
+            checkpoint.read(critic, path)
