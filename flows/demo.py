@@ -110,6 +110,8 @@ def _report(run: RunSummary, final: Path) -> str:
     last = run.steps - 1
     ledger = Ledger(str(Path(run.uri).parent), run.run)
     working = [_metric(ledger, step, "component/working") for step in (0, last)]
+    record = ledger.record()
+    pool = record.config["pool"]["name"] if record is not None else "default"
     return "\n".join(
         [
             "",
@@ -123,7 +125,7 @@ def _report(run: RunSummary, final: Path) -> str:
             f"  onecopy rollouts show {run.run} --step 0 --best 3 --worst 3",
             f"  onecopy rollouts show {run.run} --step {last} --best 3 --worst 3",
             f"  python -c \"import pyarrow.dataset as d; print(d.dataset('{run.uri}/rollout', partitioning='hive').head(3))\"",
-            "the pool is still up, so that the next run starts at once; `onecopy pool down` stops it",
+            f"the pool is still up, so that the next demo starts at once; `onecopy pool down --name {pool}` stops it",
             "",
         ]
     )
