@@ -177,6 +177,21 @@ def pack_by_tokens(lengths: list[int], max_tokens: int) -> list[list[int]]:
     return [sorted(members) for members in bins]
 
 
+def replica_rows(
+    lengths: list[int], indices: list[int], replicas: int, replica: int, max_tokens: int
+) -> tuple[list[list[int]], int]:
+    """One replica's micro-batches of the samples `indices`, and the highest number that any replica has.
+
+    Samples are shared out by tokens (`balanced_split`), each share packed into rows (`pack_by_tokens`).
+    """
+    packs = []
+    for share in balanced_split([lengths[i] for i in indices], replicas):
+        members = [indices[i] for i in share]
+        bins = pack_by_tokens([lengths[i] for i in members], max_tokens)
+        packs.append([[members[i] for i in packed] for packed in bins])
+    return packs[replica], max(map(len, packs))
+
+
 def contiguous_ranges(total: int, parts: int) -> list[tuple[int, int]]:
     """`total` items in `parts` consecutive ranges [start, stop) that differ by at most one item."""
     edges = [total * part // parts for part in range(parts + 1)]

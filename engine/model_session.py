@@ -123,7 +123,8 @@ class ModelSession:
 
     def _companions(self, spec: dict[str, Any]) -> Companions:
         """The models beside the actor that the run needs."""
-        self.engine.sleep()
+        if spec.get("reference") or spec.get("critic"):
+            self.engine.sleep()  # room to build them
         return Companions(self.actor, spec, lambda model: _dtype(model, self.device))
 
     def own(self, run: str, version: int) -> None:

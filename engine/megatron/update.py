@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.layout import balanced_split, pack_by_tokens
+from engine.layout import replica_rows
 from engine.losses.config import LossConfig
 from engine.losses.metrics import advantage_statistics, metric_names, summary, token_sums
 from engine.losses.objective import MiniBatch, objective, with_statistics
@@ -101,13 +101,8 @@ class Update:
 
     def _micro_batches(self, indices: list[int]) -> tuple[list[list[int]], int]:
         """This replica's micro-batches (sample indices) of a mini-batch, and the highest number that any replica has."""
-        lengths = self.samples.lengths
-        packs = []
-        for share in balanced_split([lengths[i] for i in indices], self.actor.layout.dp):
-            members = [indices[i] for i in share]
-            bins = pack_by_tokens([lengths[i] for i in members], self.settings.max_tokens_per_micro_batch)
-            packs.append([[members[i] for i in packed] for packed in bins])
-        return packs[self.actor.coordinates.dp], max(map(len, packs))
+        at, layout = self.actor.coordinates, self.actor.layout
+        return replica_rows(self.samples.lengths, indices, layout.dp, at.dp, self.settings.max_tokens_per_micro_batch)
 
     def _run(self, indices: list[int], loss: Callable[[list[int], Tensor, Tensor], Tensor], forward_only: bool) -> None:
         """A mini-batch through the model; `loss` gets the samples of a micro-batch, their log-probabilities and entropies."""

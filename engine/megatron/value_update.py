@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.layout import balanced_split, pack_by_tokens
+from engine.layout import replica_rows
 from engine.losses.aggregate import Totals, aggregate
 from engine.losses.value import explained_variance, value_loss, value_moments
 from engine.megatron.cpu import megatron_device
@@ -72,21 +72,18 @@ class ValueUpdate:
         totals = Totals(part.trained_tokens, part.trained_sequences, 1)
         if totals.tokens == 0:
             return []
-        members, count = self._micro_batches(indices)
+        layout, replica, limit = (
+            self.critic.layout,
+            self.critic.coordinates.dp,
+            self.settings.max_tokens_per_micro_batch,
+        )
+        members, count = replica_rows(self.samples.lengths, indices, layout.dp, replica, limit)
         batches = [
             ([self.samples.prompts[i] for i in row], [self.samples.responses[i] for i in row]) for row in members
         ]
         self.critic.zero_gradients()
         self.critic.run(batches, count, 1.0, lambda number, values, _: self._loss(members[number], values, totals))
         return [self.critic.optimizer_step()]
-
-    def _micro_batches(self, indices: list[int]) -> tuple[list[list[int]], int]:
-        lengths, rows = self.samples.lengths, []
-        for share in balanced_split([lengths[i] for i in indices], self.critic.layout.dp):
-            mine = [indices[i] for i in share]
-            bins = pack_by_tokens([lengths[i] for i in mine], self.settings.max_tokens_per_micro_batch)
-            rows.append([[mine[i] for i in packed] for packed in bins])
-        return rows[self.critic.coordinates.dp], max(map(len, rows))
 
     def _loss(self, row: list[int], values: Tensor, totals: Totals) -> Tensor:
         mask = self._flat([self.samples.masks[i] for i in row])

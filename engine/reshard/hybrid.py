@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,10 +55,10 @@ class HybridWeights:
         self._changing = False
         self._host = HostCopy()
         self._back = reversed_plan(plan)
-        moving = self._moving()
+        moving = self._moving
         training = {name: p.data for name, p in actor.parameters.items() if name in moving}
         self._training = [StorageRegion(flat) for flat in _flat_parameters(actor, set(training))]
-        self._gradients = [StorageRegion(buffer.grad_data) for buffer in _buffers(actor)]
+        self._gradients = [StorageRegion(buffer.grad_data) for buffer in actor.buffers]
         self._generation, tensors = self._allocate(moving)
         shared = {name: p.data for name, p in actor.parameters.items() if name not in moving}
         self.generation: dict[str, Tensor] = {**shared, **tensors}
@@ -167,8 +166,9 @@ class HybridWeights:
         }
 
     def _shared_tensors(self) -> list[Tensor]:
-        return [self.generation[name] for name in self.generation if name not in self._moving()]
+        return [self.generation[name] for name in self.generation if name not in self._moving]
 
+    @cached_property
     def _moving(self) -> set[str]:
         """Weights that have other memory in generation than in training."""
         parts = [part for part in self.plan.classes if part.division not in self.plan.resident]
@@ -198,16 +198,11 @@ class HybridWeights:
             torch.cuda.synchronize()
 
 
-def _buffers(actor: Actor) -> list[Any]:
-    """Megatron's stretches of memory for parameters and gradients."""
-    return [buffer for chunk in actor.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-
-
 def _flat_parameters(actor: Actor, moving: set[str]) -> list[Tensor]:
     """The parameter memory of the buffers whose weights move."""
     parameters = {id(parameter): name for name, parameter in actor.parameters.items()}
     flats = []
-    for buffer in _buffers(actor):
+    for buffer in actor.buffers:
         names = {parameters[id(parameter)] for parameter in buffer.params}
         if names & moving:
             assert names <= moving, f"{sorted(names - moving)[:4]} share memory with weights that move"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from engine.layout import balanced_split, pack_by_tokens
+from engine.layout import replica_rows
 from engine.roles.model import Model, Tokens
 
 
@@ -23,11 +23,7 @@ def annotate(
         index of a sample to its numbers; the shares of all data parallel ranks together hold every sample once.
     """
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    rows = []
-    for share in balanced_split(lengths, model.layout.dp):
-        bins = pack_by_tokens([lengths[i] for i in share], max_tokens)
-        rows.append([[share[i] for i in members] for members in bins])
-    mine, count = rows[model.coordinates.dp], max(map(len, rows))
+    mine, count = replica_rows(lengths, list(range(len(lengths))), model.layout.dp, model.coordinates.dp, max_tokens)
     sizes = {i: len(responses[i]) if each == "token" else 1 for members in mine for i in members}
     batches = [([prompts[i] for i in members], [responses[i] for i in members]) for members in mine]
     found = model.evaluate(batches, count, temperature, output, [sum(sizes[i] for i in members) for members in mine])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -78,6 +79,13 @@ class Model:
                     for number, model in enumerate(models)
                 ]
                 self.optimizer = build_optimizer(self.chunks, optimizer, dtype)
+
+    @property
+    def buffers(self) -> list[Any]:
+        """Megatron's stretches of memory for parameters (`param_data`) and gradients (`grad_data`); none if it is frozen."""
+        if not self.trained:
+            return []
+        return [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]  # type: ignore[union-attr]
 
     def _name_parameters(self, models: list[SharedModel]) -> None:
         """Find the weight map's parameters, and tell Megatron which are divided: its gradient norm counts the others once.

@@ -24,13 +24,9 @@ class Resting(Generic[Role]):
     def __init__(self, model: Role) -> None:
         self.model = model
         self._host = HostCopy()
-        if model.trained:
-            buffers = [b for chunk in model.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]  # type: ignore[union-attr]
-            self._weights = [buffer.param_data for buffer in buffers]
-            self._gradients = [StorageRegion(buffer.grad_data) for buffer in buffers]
-        else:
-            self._weights = [parameter.data for parameter in model.parameters.values()]
-            self._gradients = []
+        flat = [buffer.param_data for buffer in model.buffers]
+        self._weights = flat or [parameter.data for parameter in model.parameters.values()]
+        self._gradients = [StorageRegion(buffer.grad_data) for buffer in model.buffers]
         self._rest()
 
     @contextmanager
