@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import torch
 
 from engine.config import CriticConfig, ModelConfig, OptimizerConfig
-from engine.megatron import checkpoint
 from engine.megatron.value_update import ValueSettings, ValueUpdate
 from engine.roles.actor import Actor
 from engine.roles.annotation import annotate
@@ -118,12 +117,6 @@ class Companions:
             critic.optimizer_config = CriticConfig(**config).optimizer
             return ValueUpdate(critic, samples, samples.values, samples.returns, settings).run()
 
-    def write_critic(self, path: Path, header: dict[str, Any]) -> None:
-        """This rank's part of the critic's state, as one file."""
-        with self._roles["critic"].awake() as critic:
-            checkpoint.write(critic, path, header)
-
-    def read_critic(self, path: Path) -> None:
-        """Bring the critic to the state of this rank's file."""
-        with self._roles["critic"].awake() as critic:
-            checkpoint.read(critic, path)
+    def critic_awake(self) -> AbstractContextManager[Critic]:
+        """The critic, on the device inside the block."""
+        return self._roles["critic"].awake()

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import socket
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pyarrow as pa
 import torch
 
+from engine.checkpointing import Checkpointing, TrainedModel
 from engine.companions import Companions
 from engine.config import CriticConfig, GenerationConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.generation.engine import Completion, GenerationEngine, Sampling
 from engine.layout import contiguous_ranges
 from engine.losses.config import LossConfig
-from engine.megatron import checkpoint
 from engine.megatron.update import Update, UpdateSettings
 from engine.megatron.value_update import ValueSettings
 from engine.megatron.working_memory import WorkingMemory
@@ -31,10 +28,8 @@ from engine.roles.actor import Actor
 from engine.samples import Samples
 from engine.tokenizer import Tokenizer
 from engine.weights.architecture import read_architecture
-from storage.checkpoints import critic_name, open_shard, shard_name
 from storage.datasets import ROLLOUT, join, read, write_part
 from storage.filesystem import Store
-from storage.integrity import verify_file
 from storage.manifest import Manifest
 
 ENGINE_FIELDS = (
@@ -89,6 +84,7 @@ class ModelSession:
         self.engine = GenerationEngine(HybridWeights(self.actor, plan), folder, generation)
         self.tokenizer = Tokenizer(folder)
         self.working_memory = WorkingMemory(device)
+        self.checkpoints = Checkpointing()
         self.companions = self._companions(spec)
 
     def differences(self, spec: dict[str, Any]) -> list[str]:
@@ -115,6 +111,7 @@ class ModelSession:
             )
         folder = spec["model"]["path"]
         self.weight_version = None
+        self.checkpoints.abandon()
         self.engine.sleep()
         self.actor.load(folder, OptimizerConfig(**spec["optimizer"]))
         self.spec, self.tokenizer = spec, Tokenizer(folder)
@@ -304,53 +301,26 @@ class ModelSession:
         return transition.metrics() | memory
 
     def save(self, store: str, out: str) -> dict[str, Any]:
-        """Write this rank's state as one file of the checkpoint at `out`, and a critic's as another; returns their entries."""
+        """Begin a checkpoint in the folder `out` of the store; see Checkpointing.save."""
+        began = time.monotonic()
         self.engine.sleep()
-        rank = torch.distributed.get_rank()
-        header = {"weight_version": self.weight_version, "model_folder": self.spec["model"]["path"]}
-        entries = [self._save_file(store, out, shard_name(rank), partial(checkpoint.write, self.actor, extra=header))]
-        if self.companions.has_critic:
-            critic = {**header, "model_folder": self.spec["critic"]["model"]["path"]}
-            writer = partial(self.companions.write_critic, header=critic)
-            entries.append(self._save_file(store, out, critic_name(rank), writer))
-        return {"files": entries}
-
-    def _save_file(self, store: str, out: str, name: str, write: Callable[[Path], None]) -> dict[str, Any]:
-        files = Store.open(store)
-        # Beside the target where there is one, so that the state needs no room on another disk; publishing removes what is left.
-        beside = Path(files.uri(out)) if files.is_local else None
-        if beside is not None:
-            beside.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".onecopy-", dir=beside) as scratch:
-            path = Path(scratch) / name
-            write(path)
-            with open_shard(f"{store.rstrip('/')}/{out}", name) as shard, path.open("rb") as source:
-                while piece := source.read(1 << 24):
-                    shard.file.write(piece)
-        return shard.entry.model_dump()
+        return self.checkpoints.save(store, out, self._trained(), began)
 
     def restore(self, store: str, manifest: dict[str, Any]) -> int:
-        """Bring actor and critic to a checkpoint whose files for this rank are as the manifest says; returns its version."""
+        """Bring the trained models to a checkpoint and return its version; see Checkpointing.restore."""
         self.weight_version = None
-        record, rank = Manifest(**manifest), torch.distributed.get_rank()
         self.engine.sleep()
-        with _checkpoint_file(Store.open(store), record, shard_name(rank)) as path:
-            checkpoint.read(self.actor, path)
-        if self.companions.has_critic:
-            with _checkpoint_file(Store.open(store), record, critic_name(rank)) as path:
-                self.companions.read_critic(path)
+        record = Manifest(**manifest)
+        self.checkpoints.restore(store, record, self._trained())
         return record.weight_version
 
-
-@contextmanager
-def _checkpoint_file(files: Store, record: Manifest, name: str) -> Iterator[Path]:
-    """A checked file of a checkpoint, on local disk."""
-    entry = next((file for file in record.files if file.path == name), None)
-    if entry is None:
-        raise checkpoint.LayoutMismatch(f"{record.uri} has {len(record.files)} files and none for this rank ({name})")
-    verify_file(files, record.folder, entry)
-    with _local(files, f"{record.folder}/{name}") as path:
-        yield path
+    def _trained(self) -> dict[str, TrainedModel]:
+        """The models that checkpoints hold, by role."""
+        actor = TrainedModel(lambda: nullcontext(self.actor), self.spec["model"]["path"])
+        if not self.companions.has_critic:
+            return {"actor": actor}
+        critic = TrainedModel(self.companions.critic_awake, self.spec["critic"]["model"]["path"])
+        return {"actor": actor, "critic": critic}
 
 
 def _dtype(model: ModelConfig, device: str) -> torch.dtype:
@@ -407,17 +377,3 @@ def _read_samples(store: Store, datasets: dict[str, dict[str, Any]]) -> Samples:
 def _with_columns(table: pa.Table, more: pa.Table) -> pa.Table:
     """`table` with the columns of `more`, which may have further samples: those that were not kept for training."""
     return join(table, more.filter(pa.compute.is_in(more["sample_id"], value_set=table["sample_id"].combine_chunks())))
-
-
-@contextmanager
-def _local(store: Store, path: str) -> Iterator[Path]:
-    """The file on local disk: itself, or a copy that lives as long as the block."""
-    if store.is_local:
-        yield Path(store.uri(path))
-        return
-    with tempfile.TemporaryDirectory(prefix="onecopy-") as scratch, store.open_input(path) as source:
-        copy = Path(scratch) / Path(path).name
-        with copy.open("wb") as target:
-            while piece := source.read(1 << 24):
-                target.write(piece)
-        yield copy

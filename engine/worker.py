@@ -21,7 +21,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 class Worker:
     """Rank `rank` of `world_size`, on `device` ("cpu" or "cuda")."""
 
-    READ_ONLY_OPS = frozenset({"annotate", "describe", "fits", "generate", "save"})
+    READ_ONLY_OPS = frozenset({"annotate", "describe", "fits", "generate", "save", "saved"})
 
     def __init__(self, rank: int, world_size: int, device: str) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
@@ -120,9 +120,17 @@ class Worker:
         }
 
     def op_restore(self, run: str, spec: dict[str, Any], store: str, manifest: dict[str, Any]) -> dict[str, Any]:
-        """Load a checkpoint (as op_load, then this rank's file of the checkpoint, checked against its manifest)."""
+        """Load a checkpoint (as op_load, then the trained models' state, checked while it is read).
+
+        {"weight_version": None, "damaged": which file and how} if a file is not what was saved: no weights are loaded then.
+        """
+        from storage.integrity import CorruptFile
+
         self.op_load(run, spec)
-        version = self.model.restore(store, manifest)
+        try:
+            version = self.model.restore(store, manifest)
+        except CorruptFile as error:
+            return {"weight_version": None, "damaged": str(error)}
         self.model.own(run, version)
         return {"weight_version": version}
 
@@ -139,8 +147,14 @@ class Worker:
         return self._loaded().update(self._tell, **args)
 
     def op_save(self, store: str, out: str) -> dict[str, Any]:
-        """Write this rank's file of a checkpoint."""
+        """Copy the trained models' state and begin to write it as a checkpoint; see Checkpointing.save."""
         return self._loaded().save(store, out)
+
+    def op_saved(self, out: str, wait: bool) -> dict[str, Any]:
+        """How far that checkpoint is; see Checkpointing.saved."""
+        if self.model is None:
+            return {"state": "absent", "problems": [], "news": []}
+        return self.model.checkpoints.saved(out, wait)
 
     def _tell(self, **report: Any) -> None:
         self._report = report

@@ -18,6 +18,9 @@ FREE = (
     "checkpoint_every",
     "evaluate_every",
     "keep_last_checkpoints",
+    "keep_checkpoint_every",
+    "keep_best",
+    "parallel",
     "pool",
     "algorithm.max_tokens_per_micro_batch",
     "algorithm.max_rollout_batches",
@@ -27,8 +30,12 @@ FREE = (
     "generation.memory_fraction",
     "generation.kv_cache_gib",
     "generation.cuda_graphs",
+    "generation.tensor_parallel_size",
+    "generation.pipeline_parallel_size",
+    "generation.expert_parallel",
 )
-"""Names of the run, how far it goes, what is kept, where the work is done, and when dynamic sampling gives up."""
+"""Names of the run, how far it goes, what is kept, when dynamic sampling gives up, and where the work is done: checkpoints load
+into any layout. Another layout adds in another order, and its replicas draw other samples, as another machine may."""
 
 
 def changed_since(ledger: Ledger, config: TrainConfig, flow: str, prepared: Prepared | None = None) -> list[Violation]:

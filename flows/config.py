@@ -45,6 +45,14 @@ class RunConfig(BaseModel):
         0, ge=0, title="Evaluate every", description="Steps; before the first and after the last too. 0 is never."
     )
     keep_last_checkpoints: int = Field(2, ge=1, title="Checkpoints kept", description="The newest ones.")
+    keep_checkpoint_every: int = Field(
+        0, ge=0, title="Kept for ever", description="Checkpoints of steps that are multiples of this. 0: none."
+    )
+    keep_best: str | None = Field(
+        "success",
+        title="Best checkpoint kept",
+        description="Held-out figure that says which one it is; with - in front, lower is better. Null: it is not kept.",
+    )
     model: ModelConfig
     data: DataConfig
     validation: ValidationConfig | None = Field(None, title="Held-out evaluation")
@@ -57,6 +65,10 @@ class RunConfig(BaseModel):
     def checkpoint_due(self, version: int) -> bool:
         """Whether weight version `version` is to be saved. Version 0 is the model itself."""
         return version > 0 and (version % self.checkpoint_every == 0 or version == self.total_steps)
+
+    def last_checkpoint_due(self, version: int) -> int:
+        """The newest version up to `version` that is to be saved; 0 if there is none."""
+        return version if self.checkpoint_due(version) else version - version % self.checkpoint_every
 
     def evaluation_due(self, version: int) -> bool:
         """Whether weight version `version` is to be evaluated."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from engine.pool.errors import OperationConflict, VersionMismatch
 from flows.run import RunContext
-from storage.checkpoints import latest, retain
+from storage.checkpoints import STAGE, best, latest, retain, set_aside
 from storage.manifest import Manifest
-from tasks.checkpoint import checkpoint
+from tasks.checkpoint import ABSENT, DONE, FAILED, RUNNING, CheckpointFailed, begin_checkpoint, checkpoint, progress_of
 from tasks.update import checked_version, update, update_arguments
 
 
@@ -14,8 +16,8 @@ def restore(run: RunContext) -> None:
     """Make the pool hold the version that the next step starts from, doing as little as possible.
 
     The pool may hold it still (the run was continued, or the flow died and the pool did not). Otherwise the newest checkpoint
-    is loaded, or the model itself, and the updates since then are replayed from their committed datasets: nothing is
-    generated or scored a second time.
+    that is not damaged is loaded, whatever layout it was saved under, or the model itself, and the updates since then are
+    replayed from their committed datasets: nothing is generated or scored a second time.
     """
     if run.is_complete():
         return
@@ -26,21 +28,73 @@ def restore(run: RunContext) -> None:
     if held == wanted:
         run.progress.note(f"the pool still holds version {wanted} of this run")
         return
-    found = latest(run.ledger, at_most=wanted)
-    version = _load_model(run) if found is None else _load_checkpoint(run, found)
+    with contextlib.suppress(CheckpointFailed):  # then an older one will do
+        _commit_written(run, run.config.last_checkpoint_due(wanted), wait=True)
+    version = _load_newest(run, wanted)
     for step in range(version, wanted):
         run.progress.begin(step, "replaying the update")
         _replay(run, step)
-    source = "the model" if found is None else f"the checkpoint of version {version}"
+    source = f"the checkpoint of version {version}" if version else "the model"
     run.progress.note(f"loaded {source}" + (f" and replayed {wanted - version} updates" if wanted > version else ""))
 
 
 def checkpoint_when_due(run: RunContext, version: int) -> None:
-    """Save `version` every `checkpoint_every` steps and at the end, and drop the oldest checkpoints beyond those to keep."""
-    if run.config.checkpoint_due(version):
+    """Begin to save `version` every `checkpoint_every` steps and at the end; commit the checkpoint before as soon as it is written.
+
+    Raises:
+        CheckpointFailed: it is time for another one, or for the end, and the one before could not be written.
+    """
+    due = run.config.checkpoint_due(version)
+    _commit_written(run, run.config.last_checkpoint_due(max(version - 1, 0)), wait=due)
+    if not due:
+        return
+    if not _is_committed(run, version) and progress_of(run, version)[0] in (ABSENT, FAILED):
         run.begin(version - 1, "checkpoint")
+        begin_checkpoint(run, version)
+    if version >= run.config.total_steps:
+        _commit_written(run, version, wait=True)
+
+
+def _commit_written(run: RunContext, version: int, *, wait: bool) -> None:
+    """Commit a checkpoint that the pool has written, and drop those that it makes superfluous.
+
+    Args:
+        wait: also for one that is still being written; one that could not be written is then an error.
+    """
+    if version == 0 or _is_committed(run, version):
+        return
+    state, news = progress_of(run, version)
+    for line in news:
+        run.progress.note(f"writing the checkpoint of version {version} failed ({line})")
+    if state == DONE or (wait and state in (RUNNING, FAILED)):
         checkpoint(run, version)
-        retain(run.ledger, keep_last=run.config.keep_last_checkpoints)
+        _retain(run)
+
+
+def _retain(run: RunContext) -> None:
+    config, keep = run.config, []
+    if config.keep_best is not None:
+        metric = config.keep_best.removeprefix("-")
+        evaluated = {step: run.ledger.get("evaluation-reward", step) for step in run.ledger.committed(STAGE)}
+        scores = {step: found.metrics.get(metric) for step, found in evaluated.items() if found is not None}
+        keep = [best(scores, lower_is_better=config.keep_best.startswith("-"))]
+    kept = [step for step in keep if step is not None]
+    retain(run.ledger, config.keep_last_checkpoints, config.keep_checkpoint_every, kept)
+
+
+def _is_committed(run: RunContext, version: int) -> bool:
+    return run.ledger.get(STAGE, version) is not None
+
+
+def _load_newest(run: RunContext, wanted: int) -> int:
+    """The newest checkpoint of version `wanted` or older that is as it was saved, or the model; returns its version."""
+    while (found := latest(run.ledger, at_most=wanted)) is not None:
+        damage = _load_checkpoint(run, found)
+        if damage is None:
+            return found.step
+        set_aside(run.ledger, found, damage)
+        run.progress.note(f"the checkpoint of version {found.step} is damaged and was set aside: {damage}")
+    return _load_model(run)
 
 
 def _held(run: RunContext) -> int | None:
@@ -72,7 +126,8 @@ def _load_model(run: RunContext) -> int:
     return checked_version(run.call("load", f"{run.ledger.run}/load/{run.lease.token}", args), 0)
 
 
-def _load_checkpoint(run: RunContext, found: Manifest) -> int:
+def _load_checkpoint(run: RunContext, found: Manifest) -> str | None:
+    """None, or which file of the checkpoint is damaged and how; then the pool holds no weights."""
     args = {
         "run": run.identity,
         "spec": run.engine_spec,
@@ -80,7 +135,11 @@ def _load_checkpoint(run: RunContext, found: Manifest) -> int:
         "manifest": found.model_dump(mode="json"),
     }
     op_id = f"{run.ledger.run}/{found.step:06d}/restore/{run.lease.token}"
-    return checked_version(run.call("restore", op_id, args), found.step)
+    result = run.call("restore", op_id, args)
+    damages = [rank["damaged"] for rank in result["ranks"] if "damaged" in rank]
+    if not damages:
+        checked_version(result, found.step)
+    return damages[0] if damages else None
 
 
 def _replay(run: RunContext, step: int) -> None:

@@ -1,74 +1,46 @@
-"""Checkpoints of a run: a stage like the others, whose files are the ranks' shards instead of Parquet parts.
+"""Checkpoints of a run: a stage like the others, whose files are the ranks' parts of the trained models (storage/sharded.py).
 
-The checkpoint of step s holds weight version s, so version 0 can be kept too. The newest finished one is never removed.
+The checkpoint of step s holds weight version s. For every model ("actor", "critic") there are two files a rank, and the model
+folder's small files. The newest complete one is never removed.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import IO, cast
+from __future__ import annotations
 
-from storage.filesystem import Store
-from storage.integrity import HashingWriter, verify_file
-from storage.ledger import Ledger, LedgerError
+import json
+import math
+import re
+from collections.abc import Collection, Mapping
+
+from storage.integrity import verify_file
+from storage.ledger import Ledger
 from storage.manifest import MANIFEST_NAME, FileEntry, Manifest
 
 STAGE = "checkpoint"
+DAMAGED_NAME = "_damaged.json"
+"""In place of the manifest of a checkpoint that was found damaged: why, and the manifest."""
+
+_INDEX = re.compile(r"[a-z]+-\d{5}\.json")
 
 
-class Shard:
-    """One file of a checkpoint being written; see `open_shard`."""
-
-    entry: FileEntry
-    """What the manifest needs about the shard; set when the shard is finished."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
+def part_name(role: str, rank: int) -> str:
+    """Name, without ending, of the two files with rank `rank`'s part of a model."""
+    return f"{role}-{rank:05d}"
 
 
-def shard_name(rank: int) -> str:
-    """Name of the file that rank `rank` writes."""
-    return f"rank-{rank:05d}.safetensors"
+def small_name(role: str, name: str) -> str:
+    """Under which name a file of the model's folder, its configuration for example, is kept."""
+    return f"{role}.{name}"
 
 
-def critic_name(rank: int) -> str:
-    """Name of the file of rank `rank`'s part of a critic."""
-    return f"critic-{rank:05d}.safetensors"
+def index_entries(manifest: Manifest) -> list[FileEntry]:
+    """The files that say what the parts hold."""
+    return [entry for entry in manifest.files if _INDEX.fullmatch(entry.path)]
 
 
-def is_critic(name: str) -> bool:
-    """Whether a checkpoint's file belongs to the critic."""
-    return name.startswith("critic-")
-
-
-def begin(ledger: Ledger, step: int) -> str:
-    """Clear an unfinished attempt and return the URI that the ranks write their shards to.
-
-    Raises LedgerError if the checkpoint is finished already.
-    """
-    ledger.prepare(STAGE, step)
-    return ledger.stage_uri(STAGE, step)
-
-
-@contextmanager
-def open_shard(uri: str, name: str) -> Iterator[Shard]:
-    """Write one file of the checkpoint at `uri` through `shard.file`; hashed on the way, absent if the block raises.
-
-    `shard.entry` is set when the block ends. Raises StorageError.
-    """
-    with Store.open(uri).open_output(name) as file:
-        hashing = HashingWriter(file)
-        shard = Shard(cast(IO[bytes], hashing))
-        yield shard
-        shard.entry = hashing.entry(name)
-
-
-def commit(ledger: Ledger, manifest: Manifest) -> Manifest:
-    """Finish a checkpoint with what its ranks wrote. Raises LedgerError if that is not a checkpoint of its step."""
-    if manifest.stage != STAGE or not manifest.files:
-        raise LedgerError(f"a checkpoint is a {STAGE!r} stage with files, not {manifest.stage!r} with none")
-    if manifest.weight_version != manifest.step:
-        raise LedgerError(f"checkpoint step {manifest.step} would hold weight version {manifest.weight_version}")
-    return ledger.publish(manifest)
+def small_entries(manifest: Manifest, role: str) -> dict[str, FileEntry]:
+    """Name in the model's folder to the file that is kept of it."""
+    prefix = small_name(role, "")
+    return {e.path.removeprefix(prefix): e for e in manifest.files if e.path.startswith(prefix)}
 
 
 def latest(ledger: Ledger, at_most: int | None = None) -> Manifest | None:
@@ -83,11 +55,29 @@ def verify(ledger: Ledger, manifest: Manifest) -> None:
         verify_file(ledger.store, manifest.folder, entry)
 
 
-def retain(ledger: Ledger, keep_last: int, keep_every: int = 0) -> list[int]:
+def set_aside(ledger: Ledger, manifest: Manifest, why: str) -> None:
+    """Take a damaged checkpoint out of those that are finished, so that no older one is removed for its sake.
+
+    Its files stay to be looked at, until a newer checkpoint is complete.
+    """
+    path = ledger.stage_path(STAGE, manifest.step)
+    record = {"why": why, "manifest": manifest.model_dump(mode="json")}
+    ledger.store.write(f"{path}/{DAMAGED_NAME}", json.dumps(record, indent=2).encode())
+    ledger.store.remove(f"{path}/{MANIFEST_NAME}")
+
+
+def best(scores: Mapping[int, float | None], *, lower_is_better: bool = False) -> int | None:
+    """The step with the best score; the newer one of equals. Steps without a finite one do not count."""
+    sign = -1 if lower_is_better else 1
+    known = [(sign * score, step) for step, score in scores.items() if score is not None and math.isfinite(score)]
+    return max(known)[1] if known else None
+
+
+def retain(ledger: Ledger, keep_last: int, keep_every: int = 0, keep: Collection[int] = ()) -> list[int]:
     """Remove old checkpoints and return their steps.
 
-    Kept are the newest `keep_last` (at least 1) finished ones and those whose step is a multiple of `keep_every` (0:
-    none). What an interrupted save or removal left below the newest finished one goes too; what is newer stays, it may
+    Kept are the newest `keep_last` (at least 1) finished ones, those whose step is a multiple of `keep_every` (0: none), and
+    those in `keep`. What an interrupted save or removal left below the newest finished one goes too; what is newer stays, it may
     be being written. Raises ValueError for `keep_last` below 1.
     """
     if keep_last < 1:
@@ -95,7 +85,7 @@ def retain(ledger: Ledger, keep_last: int, keep_every: int = 0) -> list[int]:
     finished = ledger.committed(STAGE)
     if not finished:
         return []
-    kept = set(finished[-keep_last:])
+    kept = {*finished[-keep_last:], *(step for step in finished if step in keep)}
     if keep_every > 0:
         kept |= {step for step in finished if step % keep_every == 0}
     removed = [step for step in _folders(ledger) if step < finished[-1] and step not in kept]

@@ -116,6 +116,11 @@ class Store:
         with self._explained("read", path, FileNotFoundError):
             return self.filesystem.cat_file(self._full(path))
 
+    def read_range(self, path: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of a file, fewer at its end. Raises FileNotFoundError if there is none."""
+        with self._explained("read", path, FileNotFoundError):
+            return self.filesystem.cat_file(self._full(path), start=start, end=stop)
+
     def write(self, path: str, data: bytes) -> None:
         """Write the whole file, replacing an older one in one move: readers see the old bytes or the new, no mix."""
         if self.is_local:
@@ -208,9 +213,15 @@ class Store:
         The bytes go to a temporary file first (beside the target on local disk, in the local temporary folder for an
         object store, which then receives one upload), so an exception in the block publishes nothing.
         """
-        target = self._full(path)
+        with self._local_output(path) if self.is_local else self._remote_output(path) as file:
+            yield file
+
+    @contextmanager
+    def _local_output(self, path: str) -> Iterator[IO[bytes]]:
+        target = Path(self._full(path))
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         with self._explained("write", path):
-            temporary = self._temporary(target)
+            target.parent.mkdir(parents=True, exist_ok=True)
             file = open(temporary, "xb")  # noqa: SIM115 (closed below, where its errors are explained as writing)
         try:
             with self._body_explained(path, temporary), file:
@@ -218,9 +229,23 @@ class Store:
                 file.flush()
                 os.fsync(file.fileno())
             with self._explained(f"write {temporary.stat().st_size} bytes to", path):
-                self._publish(temporary, target)
+                os.replace(temporary, target)
+                _sync_folder(target.parent)
         finally:
             temporary.unlink(missing_ok=True)
+
+    @contextmanager
+    def _remote_output(self, path: str) -> Iterator[IO[bytes]]:
+        target = self._full(path)
+        # Without a name, so that nothing is left of it even if this process is killed.
+        with tempfile.TemporaryFile(prefix="onecopy-") as file:
+            with self._body_explained(path, file.fileno()):
+                yield file
+                file.flush()
+            size = file.tell()
+            with self._explained(f"write {size} bytes to", path):
+                file.seek(0)
+                self.filesystem.put_file(f"/dev/fd/{file.fileno()}", target)
 
     def _full(self, path: str) -> str:
         if not path:
@@ -230,33 +255,15 @@ class Store:
             raise InvalidName(f"path {path!r:.130} does not stay below {self.root}; use plain names with '/' between")
         return f"{self.root}/{path}"
 
-    def _temporary(self, target: str) -> Path:
-        if not self.is_local:
-            return Path(tempfile.gettempdir()) / f"onecopy-{uuid.uuid4().hex}.tmp"
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-        return Path(target).with_name(f".{Path(target).name}.{uuid.uuid4().hex}.tmp")
-
-    def _publish(self, temporary: Path, target: str) -> None:
-        if not self.is_local:
-            self.filesystem.put_file(str(temporary), target)
-            return
-        os.replace(temporary, target)
-        # Without this a power cut can undo the rename although the bytes are safe.
-        folder = os.open(os.path.dirname(target), os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
     @contextmanager
-    def _body_explained(self, path: str, temporary: Path) -> Iterator[None]:
+    def _body_explained(self, path: str, written: Path | int) -> Iterator[None]:
         """Explain a full or forbidden disk met by the caller's own writes; leave the caller's other errors alone."""
         try:
             yield
         except OSError as error:
             if isinstance(error, StorageError) or error.errno not in _ADVICE:
                 raise
-            raise self._error(f"write (stopped after {temporary.stat().st_size} bytes)", path, error) from error
+            raise self._error(f"write (stopped after {os.stat(written).st_size} bytes)", path, error) from error
 
     @contextmanager
     def _explained(self, action: str, path: str, *passing: type[Exception]) -> Iterator[None]:
@@ -276,3 +283,12 @@ class Store:
         if code is None and isinstance(error, PermissionError):
             code = errno.EACCES  # trying again would not help
         return StorageError(code, message) if code else StorageError(message)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Without this a power cut can undo a rename although the bytes are safe."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,34 +1,31 @@
-"""Write a checkpoint as a Hugging Face folder: `python -m engine.weights.export --run URI --step N --to DIR`.
+"""Write a checkpoint as a Hugging Face folder: `python -m engine.weights.export --run URI --step N --to DIR [--role critic]`.
 
-Needs no pool and no Megatron: the ranks' files say which part of what they hold, and the weight map says how the parts make
-up the tensors that transformers and vLLM load.
+Needs no pool, no Megatron and not the folder that the run began from: a checkpoint names rectangles of Hugging Face tensors, and
+holds the configuration and the tokenizer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import os
+import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.layout import Layout
-from engine.weights.architecture import read_architecture
-from engine.weights.huggingface import huggingface_tensors
-from engine.weights.map import Shard, Weight, weight_map
-from engine.weights.sources import copy_small_files
-from storage.checkpoints import is_critic
-from storage.filesystem import Store
-from storage.integrity import verify_file
+from engine.weights.architecture import Architecture, read_architecture
+from engine.weights.map import weight_map
+from storage.checkpoints import STAGE, index_entries, part_name, small_entries
+from storage.integrity import read_verified
 from storage.ledger import Ledger
 from storage.manifest import Manifest
+from storage.sharded import Index, ShardedReader, read_index
 
 SHARD_BYTES = 4 * 10**9
 """Size at which the next model-….safetensors file is begun."""
@@ -38,105 +35,93 @@ class ExportError(ValueError):
     """There is no such checkpoint, or the target cannot take the model."""
 
 
-def export(run_uri: str, step: int, target: Path) -> Path:
-    """Write the weights after `step` updates, tokenizer and settings to `target`.
+def export(run_uri: str, step: int, target: Path, role: str = "actor") -> Path:
+    """Write the weights after `step` updates, tokenizer and settings to `target`, which appears whole or not at all.
+
+    Args:
+        role: "actor" or "critic" (a sequence classifier).
 
     Raises:
-        ExportError: no checkpoint of that step (the message lists those there are), or `target` is not empty.
-        CorruptFile: a checkpoint file is not what its manifest says.
+        ExportError: no checkpoint of that step or no such model in it (the message lists those there are), or `target` is not
+            empty.
+        CorruptFile: a checkpoint file is not what was saved.
     """
     root, _, run = run_uri.rstrip("/").rpartition("/")
     ledger = Ledger(root or ".", run)
-    manifest = ledger.get("checkpoint", step)
+    manifest = ledger.get(STAGE, step)
     if manifest is None:
-        there = ", ".join(map(str, ledger.committed("checkpoint"))) or "none"
+        there = ", ".join(map(str, ledger.committed(STAGE))) or "none"
         raise ExportError(f"run {run!r} has no checkpoint of step {step}; there are: {there}")
-    if target.exists() and any(target.iterdir()):
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ExportError(f"{target} is not empty")
-    target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="onecopy-") as scratch:
-        entries = [entry for entry in manifest.files if not is_critic(entry.path)]
-        files = [_fetch(ledger.store, manifest, entry, Path(scratch)) for entry in entries]
-        checkpoint = CheckpointFiles(files)
-        source = Path(checkpoint.model_folder)
-        write_weights(checkpoint, target)
-    copy_small_files(source, target)
-    _set_dtype(target / "config.json", checkpoint.dtype)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        write_model(ledger, manifest, role, partial)
+        partial.chmod(0o755)  # it was made for this user only
+        os.replace(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return target
 
 
-def _fetch(store: Store, manifest: Manifest, entry: Any, scratch: Path) -> Path:
-    verify_file(store, manifest.folder, entry)
-    path = f"{manifest.folder}/{entry.path}"
-    if store.is_local:
-        return Path(store.uri(path))
-    with store.open_input(path) as source, (scratch / entry.path).open("wb") as copy:
-        while piece := source.read(1 << 24):
-            copy.write(piece)
-    return scratch / entry.path
+def write_model(ledger: Ledger, manifest: Manifest, role: str, folder: Path) -> None:
+    """Write one model of a checkpoint into a folder. Raises as `export`."""
+    parts = _parts(ledger, manifest, role)
+    for name, entry in small_entries(manifest, role).items():
+        (folder / name).write_bytes(read_verified(ledger.store, manifest.folder, entry))
+    reader = ShardedReader(ledger.store, manifest.folder, parts)
+    dtype = getattr(torch, parts[0].about["dtype"])
+    write_weights(tensors(read_architecture(folder), reader, dtype), folder)
 
 
-class CheckpointFiles:
-    """All ranks' files of one checkpoint, read tensor by tensor."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self._files = [safe_open(path, framework="pt").__enter__() for path in paths]
-        self._headers = [json.loads(file.metadata()["onecopy"]) for file in self._files]
-        first = self._headers[0]
-        self.layout = Layout.from_json(first["layout"])
-        self.dtype: str = first["dtype"]
-        self.model_folder: str = first["model_folder"]
-
-    def shards(self, weight: Weight) -> dict[Shard, Tensor]:
-        """The fp32 master weights of one parameter, by the part of it that they are."""
-        places = [weight.shard(self.layout, self.layout.coordinates(rank)) for rank in range(self.layout.world_size)]
-        flat = {shard: torch.full((math.prod(weight.shard_shape(shard)),), float("nan")) for shard in places}
-        for file, header in zip(self._files, self._headers, strict=True):
-            if weight.megatron in header["ranges"]:
-                start, stop = header["ranges"][weight.megatron]
-                flat[places[header["rank"]]][start:stop] = file.get_tensor(f"{weight.megatron}|param")
-        if any(bool(values.isnan().any()) for values in flat.values()):
-            raise ExportError(
-                f"the checkpoint does not hold all of {weight.megatron}, or holds numbers that are not finite"
-            )
-        return {shard: values.view(weight.shard_shape(shard)) for shard, values in flat.items()}
+def _parts(ledger: Ledger, manifest: Manifest, role: str) -> list[Index]:
+    entries = index_entries(manifest)
+    length = len(part_name("", 0)) + len(".json")
+    mine = [entry for entry in entries if entry.path[:-length] == role]
+    if not mine:
+        there = ", ".join(sorted({entry.path[:-length] for entry in entries})) or "none that this release can read"
+        raise ExportError(f"{manifest.uri} has no {role}; it has: {there}")
+    return [read_index(ledger.store, manifest, entry) for entry in mine]
 
 
-def write_weights(checkpoint: CheckpointFiles, target: Path) -> None:
-    """Write the model's safetensors files to the folder `target`.
-
-    Raises:
-        ExportError: the checkpoint's files do not hold all of the model.
-    """
-    arch = read_architecture(checkpoint.model_folder)
-    dtype = getattr(torch, checkpoint.dtype)
-    groups: list[dict[str, Tensor]] = [{}]
-    sizes = [0]
+def tensors(arch: Architecture, reader: ShardedReader, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """All Hugging Face tensors of a model, one after another."""
     for weight in weight_map(arch):
-        for name, tensor in huggingface_tensors(weight, checkpoint.shards(weight)).items():
-            converted = tensor.to(dtype).contiguous()
-            if sizes[-1] and sizes[-1] + converted.nbytes > SHARD_BYTES:
-                groups.append({})
-                sizes.append(0)
-            groups[-1][name] = converted
-            sizes[-1] += converted.nbytes
-    if len(groups) == 1:
-        save_file(groups[0], target / "model.safetensors", metadata={"format": "pt"})
+        for piece in weight.all_pieces():
+            values = torch.from_numpy(reader.whole(piece.name, "param")[: piece.shape[0]])  # without the padding
+            if not bool(values.isfinite().all()):
+                raise ExportError(f"the checkpoint's {piece.name} holds numbers that are not finite")
+            yield piece.name, values.reshape(piece.shape).to(dtype).contiguous()
+
+
+def write_weights(named: Iterator[tuple[str, Tensor]], target: Path) -> None:
+    """Write tensors as safetensors of at most about `SHARD_BYTES` each, with an index if there are several."""
+    group: dict[str, Tensor] = {}
+    files: list[Path] = []
+    place: dict[str, int] = {}
+    size = total = 0
+
+    def finish() -> None:
+        files.append(target / f"part-{len(files)}")
+        save_file(group, files[-1], metadata={"format": "pt"})
+        group.clear()
+
+    for name, tensor in named:
+        if group and size + tensor.nbytes > SHARD_BYTES:
+            finish()
+            size = 0
+        group[name], place[name] = tensor, len(files)
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    finish()
+    if len(files) == 1:
+        files[0].rename(target / "model.safetensors")
         return
-    names: dict[str, str] = {}
-    for number, group in enumerate(groups, 1):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        save_file(group, target / file, metadata={"format": "pt"})
-        names |= dict.fromkeys(group, file)
-    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": names}
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    for file, name in zip(files, names, strict=True):
+        file.rename(target / name)
+    index = {"metadata": {"total_size": total}, "weight_map": {name: names[number] for name, number in place.items()}}
     (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def _set_dtype(path: Path, dtype: str) -> None:
-    """The exported folder says the number format that its files have."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    path.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -145,9 +130,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run", required=True, help="folder or s3:// prefix of the run")
     parser.add_argument("--step", required=True, type=int, help="weight version: updates made")
     parser.add_argument("--to", required=True, type=Path, help="new or empty folder")
+    parser.add_argument("--role", default="actor", help="actor or critic")
     options = parser.parse_args(arguments)
     try:
-        print(export(options.run, options.step, options.to))
+        print(export(options.run, options.step, options.to, options.role))
     except (ExportError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -98,11 +98,3 @@ def _from_hub(name: str) -> Path:
         raise ModelNotFound(
             f"no folder {name} here, and the hub did not give it: {type(error).__name__}: {error}"
         ) from error
-
-
-def copy_small_files(source: Path, target: Path) -> None:
-    """Tokenizer, chat template and settings of a model folder, but not its weights or their index."""
-    for pattern in SMALL_FILES:
-        for file in source.glob(pattern):
-            if not file.name.endswith(".index.json"):
-                shutil.copyfile(file, target / file.name)

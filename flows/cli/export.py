@@ -18,6 +18,7 @@ def add_commands(commands: Any) -> None:
         "--step", type=int, default=None, metavar="N", help="weight version (default: the newest checkpoint)"
     )
     parser.add_argument("--to", required=True, metavar="DIR", help="folder to write; must not exist or be empty")
+    parser.add_argument("--role", default="actor", metavar="ROLE", help="which model: actor (default) or critic")
     parser.set_defaults(run=_export)
 
 
@@ -41,5 +42,7 @@ def _export(arguments: argparse.Namespace) -> int:
         str(step),
         "--to",
         arguments.to,
+        "--role",
+        arguments.role,
     ]
     return subprocess.run(command).returncode

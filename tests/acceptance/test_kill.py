@@ -41,7 +41,7 @@ def rows(run: Path, stage: str) -> list[dict]:
 
 
 def weights(run: Path) -> dict[str, bytes]:
-    with safe_open(run / "checkpoint" / "step=000003" / "rank-00000.safetensors", framework="np") as file:
+    with safe_open(run / "checkpoint" / "step=000003" / "actor-00000.safetensors", framework="np") as file:
         return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
 
 

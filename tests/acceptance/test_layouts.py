@@ -35,6 +35,27 @@ def test_a_run_with_pipeline_training_and_tensor_parallel_generation(onecopy, re
         onecopy("pool", "down", "--name", POOL)
 
 
+def test_a_run_goes_on_in_another_layout_from_the_newest_checkpoint_that_is_not_damaged(onecopy, recipe, place):
+    settings, run = recipe("moved", checkpoint_every=1, evaluate_every=0), place / "runs" / "moved"
+    done = onecopy("post-train", "--config", settings)
+    assert done.returncode == 0, done.stderr
+    assert onecopy("pool", "down").returncode == 0
+    damaged = run / "checkpoint" / "step=000003" / "actor-00000.safetensors"
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
+    changes = ("total_steps=4", "parallel.pipeline_parallel_size=2", f"pool.name={POOL}")
+    try:
+        done = onecopy("post-train", "--config", settings, *(part for change in changes for part in ("--set", change)))
+    finally:
+        onecopy("pool", "down", "--name", POOL)
+    assert done.returncode == 0, done.stderr
+    assert "version 3 is damaged and was set aside" in done.stderr and str(damaged) in done.stderr
+    assert "loaded the checkpoint of version 2 and replayed 1 updates" in done.stderr
+    assert metrics(run, "update", 3)["rollout_logprob_gap"] <= 1e-4
+    saved = {path.name for path in (run / "checkpoint" / "step=000004").glob("*.safetensors")}
+    assert saved == {"actor-00000.safetensors", "actor-00001.safetensors"}
+
+
 def test_layouts_that_cannot_be_are_refused_before_anything_starts(onecopy, recipe, place):
     wrong = {
         "parallel": {"pipeline_parallel_size": 4, "expert_parallel_size": 2, "virtual_pipeline_size": 2},

@@ -98,3 +98,40 @@ def _alternate_in_bf16(folder: str, shared: bool) -> dict[str, Any]:
         "gaps": gaps, "reserved": reserved[1:], "shared": shared_bytes, "owners": owners, "private": engine.shared.private_bytes,
         "parameters": parameters,
     }  # fmt: skip
+
+
+def checkpoint(folder: str, root: str) -> dict[str, Any]:
+    """A checkpoint written while the next update runs, read back into the spoiled actor; and the same update again."""
+    import contextlib
+    import time
+
+    from engine.checkpointing import Checkpointing, TrainedModel
+    from storage.ledger import Ledger
+    from tests.integration.engine.checkpoint_programs import publish, train, whole_state
+
+    actor, checkpoints, ledger = (
+        _actor(folder, torch.bfloat16, OptimizerConfig(lr=1e-3)),
+        Checkpointing(),
+        Ledger(root, "run"),
+    )
+    models = {"actor": TrainedModel(lambda: contextlib.nullcontext(actor), folder)}
+    out = ledger.stage_path("checkpoint", 2)
+    train(actor, 0)
+    checkpoints.save(root, out, models, time.monotonic())  # takes the host memory
+    saved = whole_state(actor)
+    stall = checkpoints.save(root, out, models, time.monotonic())["metrics"]["stall_seconds"]
+    train(actor, 1)
+    found = checkpoints.saved(out, wait=True)
+    after = whole_state(actor)
+    manifest = publish(ledger, found["files"])
+    checkpoints.restore(root, manifest, models)
+    restored = whole_state(actor)
+    train(actor, 1)
+    again = whole_state(actor)
+    return {
+        "different": [name for name in saved if not torch.equal(saved[name], restored[name])],
+        "moved": sum(not torch.equal(saved[name], after[name]) for name in saved),
+        "gap": max((after[name] - again[name]).abs().max().item() for name in after),
+        "stall_seconds": stall,
+        **found["metrics"],
+    }

@@ -51,3 +51,10 @@ def test_fp32_training_equals_transformers(rank):
     assert rank["fp32_gap"] <= 2e-4
     for ours, theirs in rank["norms"]:
         assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_a_checkpoint_is_written_from_host_memory_while_training_goes_on(tmp_path):
+    folder = make_model("qwen2", tmp_path / "model", **WIDE)
+    (result,) = run_ranks("tests.gpu.programs:checkpoint", 1, {"folder": str(folder), "root": str(tmp_path / "runs")})
+    assert result["different"] == [] and result["moved"] > 0
+    assert result["gap"] <= 1e-4  # atomic additions on a GPU come in any order

@@ -30,13 +30,14 @@ def make_actor(
     *,
     pp: int = 1,
     stage_layers: list[int] | None = None,
+    dtype: str = "float32",
     **sizes: int,
 ) -> Actor:
     """An actor over all ranks; `sizes` are further fields of the layout."""
     layers = tuple(stage_layers) if stage_layers else None
     layout = Layout(tp=tp, pp=pp, dp=dist.get_world_size() // (tp * pp), stage_layers=layers, **sizes)
     return Actor(
-        read_architecture(folder), folder, layout, sequence_parallel=sequence_parallel, dtype=torch.float32, device="cpu",
+        read_architecture(folder), folder, layout, sequence_parallel=sequence_parallel, dtype=getattr(torch, dtype), device="cpu",
         optimizer=optimizer,
     )  # fmt: skip
 
@@ -248,48 +249,3 @@ def _scored(actor: Actor) -> Samples:
     advantages = [[(-1.0) ** n * 0.7] * len(r) for n, r in enumerate(responses)]
     rollout = [(torch.randn(len(r), generator=generator) * 0.2 - 5.5).tolist() for r in responses]
     return Samples(prompts, responses, masks, advantages, rollout)
-
-
-def checkpoints(runs: dict[str, dict[str, Any]], target: str) -> dict[str, Any]:
-    """Write a trained actor's state, spoil the actor, read it back; the next update must be that of one that never stopped.
-
-    Every layout's files go to `target`/name, for the export; each is refused by the layout after it.
-    """
-    from pathlib import Path
-
-    from engine.megatron import checkpoint
-    from storage.checkpoints import shard_name
-
-    results: dict[str, Any] = {}
-    file = shard_name(dist.get_rank())
-    previous: str | None = None
-    for name, arguments in runs.items():
-        actor = make_actor(**arguments)
-        vocabulary = actor.arch.vocabulary
-        chosen = settings(LossConfig(name="sft"))
-        folder = Path(target) / name
-        folder.mkdir(parents=True, exist_ok=True)
-        refusal = None
-        if previous is not None:
-            try:
-                checkpoint.read(actor, Path(target) / previous / file)
-            except checkpoint.LayoutMismatch as error:
-                refusal = str(error)
-        Update(actor, demonstrations(0, vocabulary), chosen).run()
-        checkpoint.write(actor, folder / file, {"weight_version": 1, "model_folder": arguments["folder"]})
-        saved = actor.logprobs(*batch(99, vocabulary), 1.0)
-        Update(actor, demonstrations(1, vocabulary), chosen).run()
-        straight = {n: p.detach().clone() for n, p in actor.parameters.items()}
-        actor.load(arguments["folder"], ADAM)
-        checkpoint.read(actor, folder / file)
-        restored = actor.logprobs(*batch(99, vocabulary), 1.0)
-        Update(actor, demonstrations(1, vocabulary), chosen).run()
-        results[name] = {
-            "saved": saved.tolist(),
-            "restored": bool((saved == restored).all()),
-            "continued": all(bool((p == straight[n]).all()) for n, p in actor.parameters.items()),
-            "refusal": refusal,
-        }
-        previous = name
-        dist.barrier()
-    return results

@@ -120,6 +120,14 @@ class Driver:
         )  # fmt: skip
         return self.worker.execute("update", args | changes)["metrics"]
 
+    def begin_save(self, version: int) -> None:
+        self.worker.execute("save", {"store": self.root, "out": self.ledger.stage_path("checkpoint", version)})
+
+    def saved(self, version: int) -> dict[str, Any]:
+        """The manifest, once all ranks have written their part."""
+        found = self.worker.execute("saved", {"out": self.ledger.stage_path("checkpoint", version), "wait": True})
+        return self.publish("checkpoint", version, found["files"], version)
+
     def state(self) -> list[float]:
         """Numbers that change with any weight, in the training layout."""
         self.worker.model.engine.sleep()
@@ -129,17 +137,16 @@ class Driver:
 
 
 def life(root: str, folder: str, parallel: dict[str, Any], generate: dict[str, Any]) -> dict[str, Any]:
-    """Rollout, update, checkpoint, another update; then back to the checkpoint and the same update again."""
+    """Rollout, update, checkpoint, another update while it is written; then back to the checkpoint and the same update again."""
     run = Driver(root, folder, parallel, generate)
     first = run.rollout(0)
     metrics = run.update(0, first, run.advantage(0, first))
     several = run.rollout(1)
     batch = several, run.advantage(1, several)
-    files = run.worker.execute("save", {"store": root, "out": run.ledger.stage_path("checkpoint", 1)})["files"]
-    saved = run.publish("checkpoint", 1, files, 1)
     at_checkpoint = run.state()
+    run.begin_save(1)
     later = run.update(1, *batch, mini_batch_size=8, epochs=2)
-    after = run.state()
+    after, saved = run.state(), run.saved(1)
     run.worker.execute("restore", {"run": "r", "spec": run.spec, "store": root, "manifest": saved})
     restored, described = run.state(), run.worker.execute("describe", {})
     again = run.update(1, *batch, mini_batch_size=8, epochs=2)
@@ -172,11 +179,10 @@ def critic_life(root: str, folder: str, parallel: dict[str, Any]) -> dict[str, A
     first, unused = run.rollout(0), itertools.count(100)
     untrained = predictions()
     metrics = [step(0)]
-    files = run.worker.execute("save", {"store": root, "out": run.ledger.stage_path("checkpoint", 1)})["files"]
-    saved = run.publish("checkpoint", 1, files, 1)
     at_checkpoint = predictions()
+    run.begin_save(1)
     metrics.append(step(1))
-    after, state = predictions(), run.state()
+    after, state, saved = predictions(), run.state(), run.saved(1)
     run.worker.execute("restore", {"run": "r", "spec": run.spec, "store": root, "manifest": saved})
     restored = predictions()
     metrics.append(step(1))

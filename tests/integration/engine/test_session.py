@@ -119,10 +119,33 @@ def test_a_critic_learns_is_saved_and_comes_back(tmp_path, parallel):
         # returns are 0.5 everywhere: half the squared error begins at 0.125, and falls
         assert second["value_loss"] < first["value_loss"] <= 0.125
         assert again["value_loss"] == second["value_loss"]
-        assert len(rank["files"]) == 2 * world
+        parts = {
+            f"{role}-{n:05d}.{kind}"
+            for role in ("actor", "critic")
+            for n in range(world)
+            for kind in ("json", "safetensors")
+        }
+        assert parts <= set(rank["files"]) and "critic.config.json" in rank["files"]
         assert abs(sum(rank["after"]) / len(rank["after"]) - 0.5) < 0.5
-    folder = export(str(tmp_path / "runs" / "run"), 1, tmp_path / "export")
-    assert (folder / "model.safetensors").is_file()
+    _assert_exported_critic(export(str(tmp_path / "runs" / "run"), 1, tmp_path / "export", role="critic"), rank)
+
+
+def _assert_exported_critic(folder, rank):
+    """transformers' classifier on the exported files says what the critic said at the checkpoint."""
+    from transformers import AutoModelForSequenceClassification
+
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"] and model.config.num_labels == 1
+    table = pyarrow.dataset.dataset(folder.parent / "runs" / "run" / "rollout" / "step=000000").to_table().to_pylist()
+    found = []
+    with torch.no_grad():
+        for row in sorted(table, key=lambda row: row["sample_id"]):
+            hidden = model.model(torch.tensor([row["prompt_tokens"] + row["response_tokens"]])).last_hidden_state
+            scores = model.score(hidden)[0, :, 0]
+            found += scores[len(row["prompt_tokens"]) - 1 : -1].tolist()  # of the state before each token
+    assert rank["checkpoint"] == pytest.approx(found, abs=1e-4)
 
 
 def test_an_update_that_is_not_finite_changes_nothing_and_blocks_the_rank(tmp_path):

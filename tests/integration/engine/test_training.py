@@ -3,10 +3,7 @@
 A comparison with vLLM could not see a wrong gradient: both read the same, wrongly updated weights.
 """
 
-import shutil
-
 import pytest
-import torch
 
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import CASES, make_model
@@ -176,52 +173,3 @@ def test_a_rank_without_a_sample_takes_part(folders):
         for rank in run_ranks("tests.integration.engine.programs:one_sample", world, {"runs": given}, timeout_s=120):
             for name, metrics in rank.items():
                 assert metrics == pytest.approx(alone.setdefault(name, metrics), rel=1e-4, abs=1e-6)
-
-
-CHECKPOINTS = {
-    "tied,tp2,pp2": dict(case="qwen3", tp=2, pp=2),
-    "dp2,pp2,vpp2": dict(case="qwen3 deep", tp=1, pp=2, vpp=2),
-    "tp2,dp2,sp,ep4": dict(case="qwen3moe", ep=4, **SP),
-    "dp2,pp2,ep2": dict(case="mixtral", tp=1, pp=2, ep=2),
-}
-
-
-@pytest.fixture(scope="module")
-def checkpoints(folders, tmp_path_factory):
-    root = tmp_path_factory.mktemp("checkpoints")
-    given = {name: arguments_of(run, folders) for name, run in CHECKPOINTS.items()}
-    arguments = {"runs": given, "target": str(root)}
-    return root, run_ranks("tests.integration.engine.programs:checkpoints", 4, arguments)
-
-
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_a_checkpoint_continues_as_if_nothing_had_happened(checkpoints, name):
-    _, ranks = checkpoints
-    for rank in ranks:
-        assert rank[name]["restored"] and rank[name]["continued"]
-
-
-@pytest.mark.parametrize("name", list(CHECKPOINTS)[1:])
-def test_a_checkpoint_of_another_layout_is_refused(checkpoints, name):
-    _, ranks = checkpoints
-    for rank in ranks:
-        assert "restore with the same parallel sizes" in rank[name]["refusal"]
-
-
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_the_export_is_the_model_that_was_saved(checkpoints, folders, name):
-    from transformers import AutoModelForCausalLM
-
-    from engine.weights.export import CheckpointFiles, write_weights
-    from tests.integration.engine.programs import batch, reference_logprobs
-
-    root, ranks = checkpoints
-    source = folders[CHECKPOINTS[name]["case"]]
-    target = root / f"{name}-exported"
-    target.mkdir()
-    shutil.copy(f"{source}/config.json", target)
-    write_weights(CheckpointFiles(sorted((root / name).iterdir())), target)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    with torch.no_grad():
-        expected = reference_logprobs(model, *batch(99, model.config.vocab_size))
-    assert ranks[0][name]["saved"] == pytest.approx(expected.tolist(), abs=1e-4)

@@ -11,15 +11,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.dataset
 import pytest
 
-from storage.checkpoints import latest, open_shard, retain
+from storage.boxes import Box
+from storage.checkpoints import index_entries, latest, part_name, retain
 from storage.datasets import REWARD, CorruptFile, read, write_part
 from storage.filesystem import StorageError, Store
 from storage.ledger import Ledger, RunRecord
 from storage.manifest import Manifest, fingerprint, utc_now
+from storage.sharded import ShardedReader, Slice, Wanted, read_index, write_sharded
 
 pytestmark = pytest.mark.integration
 
@@ -131,12 +134,41 @@ def test_an_overwritten_part_is_noticed(bucket):
         read(Store.open(bucket), manifest)
 
 
+MATRIX = np.arange(2_500_000, dtype=np.float32).reshape(2500, 1000)
+"""10 MB, so two blocks of a checkpoint's part."""
+
+
+def save_part(ledger: Ledger, step: int) -> list:
+    folder, pieces = ledger.stage_path("checkpoint", step), [Slice("a", Box(0, 0, 2500, 1000))]
+    return write_sharded(
+        ledger.store, folder, part_name("actor", 0), pieces, MATRIX.reshape(1, -1), states=["param"],
+        shapes={"a": MATRIX.shape}, owner="actor", about={},
+    )  # fmt: skip
+
+
+def reader_of(ledger: Ledger, manifest: Manifest) -> ShardedReader:
+    parts = [read_index(ledger.store, manifest, entry) for entry in index_entries(manifest)]
+    return ShardedReader(ledger.store, manifest.folder, parts)
+
+
+def test_a_rank_reads_its_rows_of_a_checkpoint_and_a_damaged_object_is_named(bucket):
+    ledger = Ledger(bucket, "ranged")
+    manifest = publish(ledger, 1, save_part(ledger, 1), "checkpoint")
+    out = np.empty((100, 500), np.float32)
+    reader_of(ledger, manifest).read([Wanted("param", "a", Box(2050, 500, 100, 500), out)])  # in both blocks
+    assert (out == MATRIX[2050:2150, 500:]).all()
+    path = f"{manifest.folder}/actor-00000.safetensors"
+    data = ledger.store.read(path)
+    for broken in (data[:-1], data[:-1] + bytes([data[-1] ^ 1])):
+        ledger.store.write(path, broken)
+        with pytest.raises(CorruptFile, match=r"actor-00000\.safetensors"):
+            reader_of(ledger, manifest).read([Wanted("param", "a", Box(2400, 0, 100, 500), out)])
+
+
 def test_checkpoints_are_found_and_retained(bucket):
     ledger = Ledger(bucket, "saved")
     for step in (1, 2, 3):
-        with open_shard(ledger.stage_uri("checkpoint", step), "rank-00000.safetensors") as shard:
-            shard.file.write(b"x" * 1000)
-        publish(ledger, step, [shard.entry], "checkpoint")
+        publish(ledger, step, save_part(ledger, step), "checkpoint")
     assert retain(ledger, keep_last=1) == [1, 2]
     assert latest(ledger).step == 3
     assert ledger.committed("checkpoint") == [3]
@@ -151,3 +183,12 @@ def test_a_server_that_refuses_is_an_error_and_not_an_absent_stage(bucket, monke
         Ledger(bucket, "first").get("reward", 0)
     monkeypatch.undo()
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_what_is_being_uploaded_has_no_name_that_could_stay(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    store = Store.open(f"{bucket}/scratch")
+    with store.open_output("x") as file:
+        file.write(b"1" * 70_000)
+        assert os.listdir(tmp_path) == []
+    assert store.read("x") == b"1" * 70_000

@@ -11,12 +11,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from engine.pool.errors import VersionMismatch
 from flows.config import PostTrainConfig, SFTConfig
-from storage.checkpoints import open_shard, shard_name
+from storage.checkpoints import part_name
 from storage.datasets import REFERENCE, ROLLOUT, VALUES, read, write_part
 from storage.filesystem import Store
 from storage.manifest import Manifest
+from storage.sharded import write_file
 
-READ_ONLY = {"annotate", "describe", "fits", "generate", "save"}
+READ_ONLY = {"annotate", "describe", "fits", "generate", "save", "saved"}
 ALPHABET = "0123456789+-= \nabcdefghijklmnopqrstuvwxyz"
 
 
@@ -46,6 +47,7 @@ class FakePool:
         self.run, self.version, self.trained = None, None, []
         self.executed, self.requests, self.cancelled, self.released = Counter(), [], [], []
         self.misfit, self.stopped = None, 0
+        self.writing, self.damaged = {}, []
         self.on_operation = lambda op, args, when: None
         self._done, self._tokens = {}, 0
 
@@ -70,7 +72,7 @@ class FakePool:
         if op not in READ_ONLY:
             self._done.clear()
         self.on_operation(op, args, "before")
-        if op != "fits":  # asked again by every attempt
+        if op not in ("fits", "saved"):  # asked again by every attempt
             self.executed[op, target(args)] += 1
         outcomes = [getattr(self, f"_{op}")(rank, **args) for rank in range(self.ranks)]
         if op not in READ_ONLY:
@@ -92,20 +94,32 @@ class FakePool:
         return {"run": self.run, "weight_version": self.version}
 
     def _load(self, rank, run, spec):
-        self.run, self.trained = run, []
+        self.run, self.trained, self.writing = run, [], {}
         return {"weight_version": 0}
 
     def _restore(self, rank, run, spec, store, manifest):
         manifest = Manifest.model_validate(manifest)
-        self.run = run
-        self.trained = json.loads(Store.open(store).read(f"{manifest.folder}/{shard_name(0)}"))
+        self.run, self.writing = run, {}
+        if manifest.step in self.damaged:
+            return {"weight_version": None, "damaged": f"step {manifest.step} has a flipped bit"}
+        self.trained = json.loads(Store.open(store).read(f"{manifest.folder}/{part_name('actor', 0)}.safetensors"))
         return {"weight_version": manifest.step}
 
     def _save(self, rank, store, out):
-        uri = Store.open(store).uri(out)
-        with open_shard(uri, shard_name(rank)) as shard:
-            shard.file.write(json.dumps(self.trained).encode())
-        return {"files": [shard.entry.model_dump(mode="json")]}
+        """Writes at once; tests set the state of `writing[out]` to see what the flow makes of it."""
+        data = json.dumps(self.trained).encode()
+        entry = write_file(Store.open(store), out, f"{part_name('actor', rank)}.safetensors", data)
+        told = {"state": "done", "problems": [], "news": []}
+        figures = {"stall_seconds": 0.1, "seconds": 0.5, "bytes": float(entry.bytes)}
+        if rank == 0:
+            self.writing = {out: []}  # one at a time
+        self.writing[out].append({**told, "files": [entry.model_dump(mode="json")], "metrics": figures})
+        return {"metrics": {"stall_seconds": 0.1}}
+
+    def _saved(self, rank, out, wait):
+        if out not in self.writing:
+            return {"state": "absent", "problems": [], "news": []}
+        return self.writing[out][rank]
 
     def _update(self, rank, datasets, version, loss, **rest):
         assert set(datasets) - {"reference", "values"} in ({"rollout", "advantage"}, {"demonstration"})

@@ -137,7 +137,7 @@ def test_export_runs_in_a_process_of_its_own(onecopy, finished, monkeypatch):
     monkeypatch.setattr("flows.cli.export.subprocess.run", lambda command: commands.append(command) or Done)
     assert onecopy("export", "sums", "--to", "out", "--root", finished.root)[0] == 0
     assert commands[0][1:] == [
-        "-m", "engine.weights.export", "--run", f"{finished.root}/sums", "--step", "4", "--to", "out",
+        "-m", "engine.weights.export", "--run", f"{finished.root}/sums", "--step", "4", "--to", "out", "--role", "actor",
     ]  # fmt: skip
 
 

@@ -149,7 +149,10 @@ def test_killed_before_a_stage_is_committed(config, pool, expected, monkeypatch,
     if not pool_survives:
         pool.current = FakePool()
     train(short(config))
-    assert digests(config) == expected["digests"]
+    wanted = dict(expected["digests"])
+    if stage == "checkpoint" and not pool_survives:
+        del wanted["checkpoint", 2]  # lost with the pool before it was one; the run went on from the replay
+    assert digests(config) == wanted
     assert pool.current.trained == expected["trained"]
     if pool_survives:
         assert set(operations(first, "update").values()) == {1}

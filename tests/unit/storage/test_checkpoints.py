@@ -1,6 +1,8 @@
 """The newest complete checkpoint survives everything, and half a checkpoint is none."""
 
 import hashlib
+import json
+import math
 import uuid
 
 import pytest
@@ -8,8 +10,9 @@ import pytest
 from storage import checkpoints
 from storage.filesystem import Store
 from storage.integrity import CorruptFile
-from storage.ledger import Ledger, LedgerError
+from storage.ledger import Ledger
 from storage.manifest import Manifest
+from storage.sharded import write_file
 
 NOW = "2026-01-01T00:00:00+00:00"
 
@@ -25,39 +28,51 @@ def manifest(step, files, **changes):
     return Manifest(**{**values, **changes})
 
 
-def write_shards(ledger, step, ranks=2):
-    uri = checkpoints.begin(ledger, step)
-    entries = []
-    for rank in range(ranks):
-        with checkpoints.open_shard(uri, checkpoints.shard_name(rank)) as shard:
-            shard.file.write(f"weights {step} of rank ".encode())
-            shard.file.write(memoryview(bytes([rank])))
-        entries.append(shard.entry)
-    return entries
+def write_parts(ledger, step, ranks=2):
+    """What the ranks write, and what is left of it when nobody commits it."""
+    folder = ledger.stage_path("checkpoint", step)
+    return [
+        write_file(ledger.store, folder, f"{checkpoints.part_name('actor', rank)}.safetensors", b"%d of %d" % (step, rank))
+        for rank in range(ranks)
+    ]  # fmt: skip
 
 
 def save(ledger, step):
-    return checkpoints.commit(ledger, manifest(step, write_shards(ledger, step)))
+    return ledger.publish(manifest(step, write_parts(ledger, step)))
 
 
-def test_saved_shards_are_described_and_verified(ledger):
+def test_every_file_is_verified(ledger):
     saved = save(ledger, 5)
-    assert saved.folder == "demo/checkpoint/step=000005"
-    data = b"weights 5 of rank \x01"
     assert saved.files[1].model_dump() == {
-        "path": "rank-00001.safetensors", "bytes": 19, "sha256": hashlib.sha256(data).hexdigest(), "rows": 0,
+        "path": "actor-00001.safetensors", "bytes": 6, "sha256": hashlib.sha256(b"5 of 1").hexdigest(), "rows": 0,
     }  # fmt: skip
-    assert ledger.store.read(f"{saved.folder}/rank-00001.safetensors") == data
     checkpoints.verify(ledger, saved)
-    ledger.store.write(f"{saved.folder}/rank-00001.safetensors", b"weights 5 of rank \x02")
-    with pytest.raises(CorruptFile, match=r"rank-00001\.safetensors"):
+    ledger.store.write(f"{saved.folder}/actor-00001.safetensors", b"5 of 2")
+    with pytest.raises(CorruptFile, match=r"actor-00001\.safetensors"):
         checkpoints.verify(ledger, saved)
+
+
+def test_names_tell_what_a_file_is():
+    names = [
+        "actor-00000.safetensors",
+        "actor-00000.json",
+        "critic-00012.json",
+        "actor.config.json",
+        "actor.x-00001.json",
+    ]
+    entries = [{"path": name, "bytes": 0, "sha256": "0" * 64} for name in names]
+    saved = manifest(1, entries)
+    assert [entry.path for entry in checkpoints.index_entries(saved)] == names[1:3]
+    assert {name: e.path for name, e in checkpoints.small_entries(saved, "actor").items()} == {
+        "config.json": "actor.config.json", "x-00001.json": "actor.x-00001.json",
+    }  # fmt: skip
+    assert checkpoints.small_entries(saved, "critic") == {}
 
 
 def test_latest_is_the_newest_complete_one(ledger):
     assert checkpoints.latest(ledger) is None
     saved = {step: save(ledger, step) for step in (0, 4, 10)}
-    write_shards(ledger, 12)
+    write_parts(ledger, 12)
     assert checkpoints.latest(ledger) == saved[10]
     assert checkpoints.latest(ledger, at_most=10) == saved[10]
     assert checkpoints.latest(ledger, at_most=9) == saved[4]
@@ -66,26 +81,36 @@ def test_latest_is_the_newest_complete_one(ledger):
 
 def test_a_save_that_fails_half_way_leaves_the_previous_one_and_can_be_done_again(ledger):
     before = save(ledger, 2)
-    uri = checkpoints.begin(ledger, 4)
-    with pytest.raises(OSError, match="gone"), checkpoints.open_shard(uri, checkpoints.shard_name(0)) as shard:
-        shard.file.write(b"half")
-        raise OSError("the disk is gone")
-    assert checkpoints.latest(ledger) == before and ledger.store.list("demo/checkpoint/step=000004") == []
-    checkpoints.retain(ledger, keep_last=1)
+    write_parts(ledger, 4, ranks=1)
+    assert checkpoints.retain(ledger, keep_last=1) == []
     assert checkpoints.latest(ledger) == before
     assert save(ledger, 4) == checkpoints.latest(ledger)
 
 
-def test_a_checkpoint_is_not_saved_over_itself_or_under_another_version(ledger):
-    save(ledger, 2)
-    with pytest.raises(LedgerError, match="is finished"):
-        checkpoints.begin(ledger, 2)
-    files = write_shards(ledger, 3)
-    with pytest.raises(LedgerError, match="step 3 would hold weight version 4"):
-        checkpoints.commit(ledger, manifest(3, files, weight_version=4))
-    for changes in ({"stage": "update"}, {"files": []}):
-        with pytest.raises(LedgerError, match="a checkpoint is"):
-            checkpoints.commit(ledger, manifest(3, files).model_copy(update=changes))
+def test_a_damaged_one_is_set_aside_and_does_not_count(ledger):
+    good, damaged = save(ledger, 2), save(ledger, 4)
+    checkpoints.set_aside(ledger, damaged, "a flipped bit")
+    assert checkpoints.latest(ledger) == good
+    assert checkpoints.retain(ledger, keep_last=1) == []
+    record = json.loads(ledger.store.read(f"{damaged.folder}/{checkpoints.DAMAGED_NAME}"))
+    assert record["why"] == "a flipped bit" and record["manifest"]["step"] == 4
+    assert ledger.store.exists(f"{damaged.folder}/actor-00000.safetensors")
+    save(ledger, 6)
+    assert checkpoints.retain(ledger, keep_last=1) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("scores", "lower", "step"),
+    [
+        ({0: 0.5, 1: 0.7, 2: 0.7, 3: None}, False, 2),  # the newer of equals; one without a score does not count
+        ({0: 0.5, 1: 0.7, 2: 0.7, 3: math.nan}, True, 0),
+        ({4: 0.5, 9: 0.5}, True, 9),
+        ({1: None}, False, None),
+        ({}, False, None),
+    ],
+)
+def test_the_best(scores, lower, step):
+    assert checkpoints.best(scores, lower_is_better=lower) == step
 
 
 @pytest.mark.parametrize(
@@ -113,6 +138,13 @@ def test_retention(ledger, keep_last, keep_every, kept):
     assert checkpoints.retain(ledger, keep_last, keep_every) == []
 
 
+def test_those_that_are_asked_for_are_kept(ledger):
+    for step in (2, 4, 6, 8):
+        save(ledger, step)
+    assert checkpoints.retain(ledger, 1, keep=[4, 5]) == [2, 6]
+    assert ledger.committed("checkpoint") == [4, 8]
+
+
 def test_the_newest_is_never_removed(ledger):
     assert checkpoints.retain(ledger, 1) == []
     with pytest.raises(ValueError, match="at least the newest"):
@@ -120,13 +152,13 @@ def test_the_newest_is_never_removed(ledger):
 
 
 def test_leftovers_below_the_newest_go_and_what_is_being_written_stays(ledger):
-    write_shards(ledger, 3)
+    write_parts(ledger, 3)
     save(ledger, 4)
-    write_shards(ledger, 6)
+    write_parts(ledger, 6)
     assert checkpoints.retain(ledger, 1) == [3]
     assert ledger.store.files("demo/checkpoint") == [
-        "step=000004/_manifest.json", "step=000004/rank-00000.safetensors", "step=000004/rank-00001.safetensors",
-        "step=000006/rank-00000.safetensors", "step=000006/rank-00001.safetensors",
+        "step=000004/_manifest.json", "step=000004/actor-00000.safetensors", "step=000004/actor-00001.safetensors",
+        "step=000006/actor-00000.safetensors", "step=000006/actor-00001.safetensors",
     ]  # fmt: skip
 
 
