@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from engine.config import CriticConfig, ModelConfig, OptimizerConfig
+from engine.config import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.megatron.value_update import ValueSettings, ValueUpdate
 from engine.roles.actor import Actor
 from engine.roles.annotation import annotate
@@ -43,25 +43,27 @@ class Companions:
     """Those of one run on one rank.
 
     Args:
-        actor: whose layout and precision they share.
-        spec: as for `ModelSession`; "reference" and "critic" are None where the run needs none.
+        spec: as for `ModelSession`; "reference" and "critic" are None where the group holds none. All share the group's layout.
+            One that has the group to itself does not leave the device.
     """
 
-    def __init__(self, actor: Actor, spec: dict[str, Any], dtype_of: Callable[[ModelConfig], torch.dtype]) -> None:
-        self._actor = actor
+    def __init__(self, spec: dict[str, Any], device: str, dtype_of: Callable[[ModelConfig], torch.dtype]) -> None:
         self._roles: dict[str, Resting[Any]] = {}
-        sequence_parallel = spec["parallel"]["sequence_parallel"]
+        parallel = ParallelConfig(**spec["parallel"])
+        self._layout, sequence_parallel = parallel.layout, parallel.sequence_parallel
+        alone = [spec["model"], spec.get("reference"), spec.get("critic")].count(None) == 2
         if reference := spec.get("reference"):
             self._roles["reference"] = Resting(
                 Actor(
                     read_architecture(reference["path"]),
                     reference["path"],
-                    actor.layout,
+                    self._layout,
                     sequence_parallel=sequence_parallel,
                     dtype=dtype_of(ModelConfig(**reference)),
-                    device=actor.device,
+                    device=device,
                     optimizer=None,
-                )
+                ),
+                stays=alone,
             )
         if critic := spec.get("critic"):
             folder = critic["model"]["path"]
@@ -70,12 +72,13 @@ class Companions:
                 Critic(
                     arch if arch.labels else arch.with_score_head(),
                     folder,
-                    actor.layout,
+                    self._layout,
                     sequence_parallel=sequence_parallel,
                     dtype=dtype_of(ModelConfig(**critic["model"])),
-                    device=actor.device,
+                    device=device,
                     optimizer=OptimizerConfig(**critic["optimizer"]),
-                )
+                ),
+                stays=alone,
             )
 
     def annotate(
@@ -97,7 +100,7 @@ class Companions:
                 temperature=temperature,
                 max_tokens=max_tokens,
             )
-        at = self._actor.coordinates
+        at = self._layout.coordinates(torch.distributed.get_rank())
         if at.tp or at.pp or not found:
             return {}
         ids = table["sample_id"].to_pylist()

@@ -1,4 +1,4 @@
-"""A model on one rank, ready to generate and to train: actor, engine, tokenizer, and which version of whose run it holds."""
+"""What one rank holds of a run: the actor with its generation engine, or either or none of them, and the models beside it."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ class EnginesDoNotFit(RuntimeError):
 class ModelSession:
     """Built once a pool, by its first `load`; later loads reuse the engines.
 
+    Args:
+        spec: {"model", "reference", "critic", "parallel", "optimizer", "generation", "seed"} as the configuration models dump
+            them. Without a model there is no actor here: the group holds models that are placed apart from it. Without
+            generation there is no vLLM.
+
     Attributes:
         weight_version: updates that the weights have seen; None while an update is under way or after one failed, when the
             weights belong to no version.
@@ -61,42 +66,45 @@ class ModelSession:
         self.device, self.spec = device, spec
         self.run: str | None = None
         self.weight_version: int | None = None
-        folder = spec["model"]["path"]
-        parallel = ParallelConfig(**spec["parallel"])
-        generation = GenerationConfig(**spec["generation"])
-        arch = read_architecture(folder)
-        self.actor = Actor(
-            arch,
-            folder,
-            parallel.layout,
-            sequence_parallel=parallel.sequence_parallel,
-            dtype=_dtype(ModelConfig(**spec["model"]), device),
-            device=device,
-            optimizer=OptimizerConfig(**spec["optimizer"]),
-        )
-        plan = plan_generation(
-            arch,
-            parallel.layout,
-            generation.layout(parallel),
-            bytes_per_number=self.actor.dtype.itemsize,
-            ranks_per_node=_ranks_per_node(),
-        )
-        self.engine = GenerationEngine(HybridWeights(self.actor, plan), folder, generation)
-        self.tokenizer = Tokenizer(folder)
+        self.actor, self.engine = self._build_actor(spec), None
+        if self.actor is not None and spec["generation"] is not None:
+            self.engine = _generation_engine(self.actor, spec)
+            self.tokenizer = Tokenizer(spec["model"]["path"])
         self.working_memory = WorkingMemory(device)
         self.checkpoints = Checkpointing()
         self.companions = self._companions(spec)
 
+    def _build_actor(self, spec: dict[str, Any]) -> Actor | None:
+        if spec["model"] is None:
+            return None
+        parallel, folder = ParallelConfig(**spec["parallel"]), spec["model"]["path"]
+        return Actor(
+            read_architecture(folder),
+            folder,
+            parallel.layout,
+            sequence_parallel=parallel.sequence_parallel,
+            dtype=_dtype(ModelConfig(**spec["model"]), self.device),
+            device=self.device,
+            optimizer=OptimizerConfig(**spec["optimizer"]),
+        )
+
     def differences(self, spec: dict[str, Any]) -> list[str]:
         """What of `spec` the running engines cannot take on, because it is built into them."""
         different = []
-        if read_architecture(spec["model"]["path"]) != self.actor.arch:
-            different.append("architecture")
-        if _dtype(ModelConfig(**spec["model"]), self.device) != self.actor.dtype:
-            different.append("precision")
+        for part in ("model", "generation"):
+            if (spec[part] is None) != (self.spec[part] is None):
+                different.append("set of models" if part == "model" else "use of generation")
+        if self.actor is not None and spec["model"] is not None:
+            if read_architecture(spec["model"]["path"]) != self.actor.arch:
+                different.append("architecture")
+            if _dtype(ModelConfig(**spec["model"]), self.device) != self.actor.dtype:
+                different.append("precision")
         if spec["parallel"] != self.spec["parallel"]:
             different.append("parallel sizes")
-        return different + [name for name in ENGINE_FIELDS if spec["generation"][name] != self.spec["generation"][name]]
+        if self.engine is not None and spec["generation"] is not None:
+            before, now = self.spec["generation"], spec["generation"]
+            different += [name for name in ENGINE_FIELDS if now[name] != before[name]]
+        return different
 
     def load(self, spec: dict[str, Any]) -> None:
         """Another model's weights into the running engines, with a fresh optimizer.
@@ -109,20 +117,24 @@ class ModelSession:
                 f"the pool's engines were built with another {', '.join(different)}: "
                 "stop the pool (`onecopy pool down`) or name another one (pool.name)"
             )
-        folder = spec["model"]["path"]
         self.weight_version = None
         self.checkpoints.abandon()
-        self.engine.sleep()
-        self.actor.load(folder, OptimizerConfig(**spec["optimizer"]))
-        self.spec, self.tokenizer = spec, Tokenizer(folder)
-        self.engine.config = GenerationConfig(**spec["generation"])
+        self._to_training()
+        self.spec = spec
+        if self.actor is not None:
+            self.actor.load(spec["model"]["path"], OptimizerConfig(**spec["optimizer"]))
+        if self.engine is not None:
+            self.tokenizer, self.engine.config = (
+                Tokenizer(spec["model"]["path"]),
+                GenerationConfig(**spec["generation"]),
+            )
         self.companions = self._companions(spec)
 
     def _companions(self, spec: dict[str, Any]) -> Companions:
         """The models beside the actor that the run needs."""
         if spec.get("reference") or spec.get("critic"):
-            self.engine.sleep()  # room to build them
-        return Companions(self.actor, spec, lambda model: _dtype(model, self.device))
+            self._to_training()  # room to build them
+        return Companions(spec, self.device, lambda model: _dtype(model, self.device))
 
     def own(self, run: str, version: int) -> None:
         """The weights are `version` of `run` from now on."""
@@ -130,14 +142,11 @@ class ModelSession:
 
     def describe(self) -> dict[str, Any]:
         """Run, version, and the bytes that training and generation share."""
-        return {
-            "run": self.run,
-            "weight_version": self.weight_version,
-            "metrics": {
-                "shared_bytes": float(self.engine.shared.check()),
-                "private_bytes": float(self.engine.shared.private_bytes),
-            },
-        }
+        described: dict[str, Any] = {"run": self.run, "weight_version": self.weight_version}
+        if self.engine is not None:
+            shared = self.engine.shared
+            described["metrics"] = {"shared_bytes": float(shared.check()), "private_bytes": float(shared.private_bytes)}
+        return described
 
     def generate(
         self,
@@ -165,18 +174,21 @@ class ModelSession:
             raise RuntimeError(
                 f"asked to generate with version {weight_version}, this rank holds {self.weight_version}"
             )
-        files, replica = Store.open(store), self.engine.replica
+        engine = self.engine
+        if engine is None:
+            raise RuntimeError("this group was loaded without a generation engine")
+        files, replica = Store.open(store), engine.replica
         rows = read(files, Manifest(**prompts), ["prompt_id", "group_id", "prompt_tokens"]).to_pylist()
-        start, stop = contiguous_ranges(len(rows), self.engine.replicas)[replica]
+        start, stop = contiguous_ranges(len(rows), engine.replicas)[replica]
         count = sampling["samples_per_prompt"]
         wanted = [row for row in rows[start:stop] for _ in range(count)]
-        transition = self.engine.wake()
+        transition = engine.wake()
         began = time.monotonic()
 
         def report(finished: int, tokens: int) -> None:
             tell(done=finished, total=len(wanted), tokens_per_second=tokens / max(time.monotonic() - began, 1e-3))
 
-        completions = self.engine.generate(
+        completions = engine.generate(
             [row["prompt_tokens"] for row in wanted],
             Sampling(
                 temperature=sampling["temperature"],
@@ -189,8 +201,8 @@ class ModelSession:
             cancelled,
         )
         seconds = time.monotonic() - began
-        metrics = self._transition_metrics(transition)
-        if not self.engine.leads or not wanted:
+        metrics = _transition_metrics(engine, transition)
+        if not engine.leads or not wanted:
             return {"metrics": metrics}
         table = self._rollout_table(wanted, completions, count)
         entry = write_part(files, out, replica, table, ROLLOUT)
@@ -234,7 +246,7 @@ class ModelSession:
             out: the stage's folder, relative to the store.
             temperature: divides the logits, as it did the sampler's.
         """
-        self.engine.sleep()
+        self._to_training()
         return self.companions.annotate(role, store, rollout, out, temperature, max_tokens_per_micro_batch)
 
     def update(
@@ -256,7 +268,8 @@ class ModelSession:
     ) -> dict[str, Any]:
         """Train on staged datasets ({"rollout", "advantage"} or {"demonstration"}); `version` becomes `version` + 1.
 
-        With a critic's settings it learns too, first, from the same samples ({"values"} beside the others).
+        With a critic's settings the critic learns too, first, from the same samples ({"values"} beside the others); of the two,
+        a group trains what it holds.
 
         The weights belong to no version from the first optimizer step to the last: if anything fails in between, the rank
         refuses to generate or train until a checkpoint is restored.
@@ -274,53 +287,81 @@ class ModelSession:
             horizon=horizon,
             seed=_derived_seed(seed, version, "update", 0),
         )
-        work = Update(self.actor, samples, settings)
-        tokens = work.largest_micro_batch
-        transition = self.engine.sleep(self.working_memory.needed(tokens))
-        self.actor.optimizer_config = OptimizerConfig(**optimizer)
-        self.weight_version = None
-        learned: dict[str, float] = {}
-        if critic is not None:
-            value_settings = ValueSettings(
-                CriticConfig(**critic).value_clip, mini_batch_size, epochs, max_tokens_per_micro_batch, settings.seed
-            )
-            learned = self.companions.update_critic(critic, samples, value_settings)
-        with self.working_memory.measured(tokens):
-            metrics = learned | work.run(lambda done, total: tell(done=done, total=total))
+        policy = None if self.actor is None else Update(self.actor, samples, settings)
+        transition = self._to_training(
+            None if policy is None else self.working_memory.needed(policy.largest_micro_batch)
+        )
+        self.weight_version, metrics = None, dict[str, float]()
+        if critic is not None and self.companions.has_critic:
+            clip = CriticConfig(**critic).value_clip
+            value_settings = ValueSettings(clip, mini_batch_size, epochs, max_tokens_per_micro_batch, settings.seed)
+            metrics |= self.companions.update_critic(critic, samples, value_settings)
+        if policy is not None and self.actor is not None:
+            self.actor.optimizer_config = OptimizerConfig(**optimizer)
+            metrics |= self._update_policy(policy, tell)
         self.weight_version = version + 1
-        metrics |= self._transition_metrics(transition)
-        if (activations := self.working_memory.seen_bytes) is not None:
-            metrics["memory/activations_bytes"] = float(activations)
+        if self.engine is not None and transition is not None:
+            metrics |= _transition_metrics(self.engine, transition)
         metrics["seconds"] = time.monotonic() - began
-        metrics["trained_tokens_per_second"] = metrics["trained_tokens"] / max(metrics["seconds"], 1e-9)
+        if "trained_tokens" in metrics:
+            metrics["trained_tokens_per_second"] = metrics["trained_tokens"] / max(metrics["seconds"], 1e-9)
         return {"weight_version": version + 1, "metrics": metrics}
 
-    def _transition_metrics(self, transition: Transition) -> dict[str, float]:
-        """What the change of layout cost on this rank, and who has how much of its memory."""
-        memory = {f"memory/{owner}_bytes": float(size) for owner, size in self.engine.memory().items()}
-        return transition.metrics() | memory
+    def _update_policy(self, policy: Update, tell: Callable[..., None]) -> dict[str, float]:
+        with self.working_memory.measured(policy.largest_micro_batch):
+            metrics = policy.run(lambda done, total: tell(done=done, total=total))
+        if (activations := self.working_memory.seen_bytes) is not None:
+            metrics["memory/activations_bytes"] = float(activations)
+        return metrics
+
+    def _to_training(self, needed: int | None = None) -> Transition | None:
+        """Put the generation engine to sleep, if there is one.
+
+        Args:
+            needed: bytes that the work to come takes on the device.
+        """
+        return None if self.engine is None else self.engine.sleep(needed)
 
     def save(self, store: str, out: str) -> dict[str, Any]:
         """Begin a checkpoint in the folder `out` of the store; see Checkpointing.save."""
         began = time.monotonic()
-        self.engine.sleep()
+        self._to_training()
         return self.checkpoints.save(store, out, self._trained(), began)
 
     def restore(self, store: str, manifest: dict[str, Any]) -> int:
         """Bring the trained models to a checkpoint and return its version; see Checkpointing.restore."""
         self.weight_version = None
-        self.engine.sleep()
+        self._to_training()
         record = Manifest(**manifest)
         self.checkpoints.restore(store, record, self._trained())
         return record.weight_version
 
     def _trained(self) -> dict[str, TrainedModel]:
         """The models that checkpoints hold, by role."""
-        actor = TrainedModel(lambda: nullcontext(self.actor), self.spec["model"]["path"])
-        if not self.companions.has_critic:
-            return {"actor": actor}
-        critic = TrainedModel(self.companions.critic_awake, self.spec["critic"]["model"]["path"])
-        return {"actor": actor, "critic": critic}
+        models: dict[str, TrainedModel] = {}
+        if (actor := self.actor) is not None:
+            models["actor"] = TrainedModel(lambda: nullcontext(actor), self.spec["model"]["path"])
+        if self.companions.has_critic:
+            models["critic"] = TrainedModel(self.companions.critic_awake, self.spec["critic"]["model"]["path"])
+        return models
+
+
+def _generation_engine(actor: Actor, spec: dict[str, Any]) -> GenerationEngine:
+    parallel, generation = ParallelConfig(**spec["parallel"]), GenerationConfig(**spec["generation"])
+    plan = plan_generation(
+        actor.arch,
+        parallel.layout,
+        generation.layout(parallel),
+        bytes_per_number=actor.dtype.itemsize,
+        ranks_per_node=_ranks_per_node(),
+    )
+    return GenerationEngine(HybridWeights(actor, plan), spec["model"]["path"], generation)
+
+
+def _transition_metrics(engine: GenerationEngine, transition: Transition) -> dict[str, float]:
+    """What the change of layout cost on this rank, and who has how much of its memory."""
+    memory = {f"memory/{owner}_bytes": float(size) for owner, size in engine.memory().items()}
+    return transition.metrics() | memory
 
 
 def _dtype(model: ModelConfig, device: str) -> torch.dtype:

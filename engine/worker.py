@@ -100,8 +100,7 @@ class Worker:
 
         Args:
             run: identity of the run that the weights belong to from now on.
-            spec: {"model", "reference", "critic", "parallel", "optimizer", "generation", "seed"} as the configuration models
-                dump them; reference (a model) and critic are None where the run needs none.
+            spec: which models and how; see ModelSession.
         """
         from engine.model_session import ModelSession
 

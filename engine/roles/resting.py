@@ -19,10 +19,13 @@ class Resting(Generic[Role]):
     """A frozen or trained model in host memory between its turns; on CPU it stays where it is.
 
     Gradients hold nothing between turns and are given back.
+
+    Args:
+        stays: on its device too, because nobody else needs the room.
     """
 
-    def __init__(self, model: Role) -> None:
-        self.model = model
+    def __init__(self, model: Role, *, stays: bool = False) -> None:
+        self.model, self._stays = model, stays
         self._host = HostCopy()
         flat = [buffer.param_data for buffer in model.buffers]
         self._weights = flat or [parameter.data for parameter in model.parameters.values()]
@@ -32,15 +35,18 @@ class Resting(Generic[Role]):
     @contextmanager
     def awake(self) -> Iterator[Role]:
         """The model, on the device inside the block."""
-        self._host.move_back()
-        for region in self._gradients:
-            region.take()
+        if not self._stays:
+            self._host.move_back()
+            for region in self._gradients:
+                region.take()
         try:
             yield self.model
         finally:
             self._rest()
 
     def _rest(self) -> None:
+        if self._stays:
+            return
         for region in self._gradients:
             region.release()
         if self.model.device == "cuda":
