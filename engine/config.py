@@ -88,6 +88,13 @@ class ParallelConfig(Part):
         )
 
 
+class GroupConfig(Part):
+    """Devices of their own for some of the models beside the actor, in a layout of their own."""
+
+    roles: list[Literal["reference", "critic"]] = Field(min_length=1, title="Models")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+
+
 class OptimizerConfig(Part):
     """AdamW and its learning-rate schedule (counted in optimizer steps, not in rollouts)."""
 

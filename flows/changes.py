@@ -21,6 +21,7 @@ FREE = (
     "keep_checkpoint_every",
     "keep_best",
     "parallel",
+    "placement",
     "pool",
     "algorithm.max_tokens_per_micro_batch",
     "algorithm.max_rollout_batches",

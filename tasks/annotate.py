@@ -43,7 +43,7 @@ def _annotated(work: Work, role: str, rollouts: Manifest) -> StageOutput:
         "temperature": ctx.training.temperature,
         "max_tokens_per_micro_batch": ctx.fit.max_tokens_per_micro_batch,
     }
-    result = work.call("annotate", args, expect_version=work.step)
+    result = work.call("annotate", args, expect_version=work.step, role=role)
     files = files_of(result)
     rows = sum(entry.rows for entry in files)
     if rows != rollouts.rows:

@@ -25,7 +25,7 @@ class CheckpointFailed(RuntimeError):
 def begin_checkpoint(ctx: StageContext, version: int) -> None:
     """Have the ranks copy their state and begin to write it; training may go on when this returns."""
     args = {"store": ctx.store_uri, "out": _folder(ctx, version)}
-    ctx.call("save", _op_id(ctx, version, "save"), args, expect_version=version)
+    ctx.call_trained("save", _op_id(ctx, version, "save"), args, expect_version=version)
 
 
 def progress_of(ctx: StageContext, version: int) -> tuple[str, list[str]]:
@@ -69,7 +69,7 @@ def checkpoint(work: Work) -> StageOutput:
 
 def _saved(ctx: StageContext, version: int, *, wait: bool) -> dict[str, Any]:
     args = {"out": _folder(ctx, version), "wait": wait}
-    return ctx.call("saved", _op_id(ctx, version, "saved"), args)
+    return ctx.call_trained("saved", _op_id(ctx, version, "saved"), args)
 
 
 def _state(result: dict[str, Any], told: str) -> tuple[str, list[str]]:

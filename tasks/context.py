@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from engine.config import CriticConfig, GenerationConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.losses.config import LossConfig
@@ -12,26 +11,8 @@ from engine.tokenizer import Tokenizer
 from storage.ledger import Ledger
 from storage.prompts import PromptSource
 from tasks.advantages import AlgorithmConfig
+from tasks.devices import Devices, at_once, merged
 from tasks.rewards import RewardConfig
-
-Progress = Callable[[dict[str, Any]], None]
-
-
-class Pool(Protocol):
-    """The part of `engine.pool.client.PoolClient` that stages use."""
-
-    def call(
-        self,
-        op: str,
-        op_id: str,
-        args: dict[str, Any],
-        lease: Any,
-        expect_version: int | None,
-        timeout_s: float,
-        on_progress: Progress | None = None,
-    ) -> dict[str, Any]: ...
-
-    def cancel(self, op_id: str) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -72,22 +53,20 @@ class StageContext:
 
     Args:
         ledger: of the run.
-        pool, lease: who does the heavy work, and the right to ask for it.
+        devices: that do the heavy work.
         tokenizer: of the model.
         model_identity, reference_identity, critic_identity: change with the files of the model, wherever they are; None: no such
             model.
         critic: how the critic learns.
         training: prompts that are trained on.
         held_out: prompts for evaluation; None without a validation set.
-        operation_timeout_s: longest time one operation of the pool may take.
     """
 
     def __init__(
         self,
         *,
         ledger: Ledger,
-        pool: Pool,
-        lease: Any,
+        devices: Devices,
         tokenizer: Tokenizer,
         seed: int,
         model: ModelConfig,
@@ -104,10 +83,8 @@ class StageContext:
         critic: CriticConfig | None = None,
         critic_identity: str | None = None,
         context_tokens: int,
-        operation_timeout_s: float,
-        on_progress: Progress | None = None,
     ) -> None:
-        self.ledger, self.pool, self.lease, self.tokenizer, self.seed = ledger, pool, lease, tokenizer, seed
+        self.ledger, self.devices, self.tokenizer, self.seed = ledger, devices, tokenizer, seed
         self.model, self.parallel, self.generation = model, parallel, generation
         self.reward, self.optimizer, self.fit = reward, optimizer, fit
         self.algorithm = algorithm or AlgorithmConfig()
@@ -115,9 +92,6 @@ class StageContext:
         self.model_identity, self.reference_identity = model_identity, reference_identity
         self.critic, self.critic_identity = critic, critic_identity
         self.context_tokens = context_tokens
-        self.operation_timeout_s = operation_timeout_s
-        self.on_progress = on_progress
-        self.running_op: str | None = None
 
     @property
     def store_uri(self) -> str:
@@ -133,17 +107,15 @@ class StageContext:
             raise LookupError(f"weight version {version} does not exist: step {version - 1} has no committed update")
         return update.digest
 
-    def call(self, op: str, op_id: str, args: dict[str, Any], expect_version: int | None = None) -> dict[str, Any]:
-        """Run one operation on the pool and wait for it; a repeated `op_id` joins it or returns what it returned."""
-        self.running_op = op_id
-        result = self.pool.call(
-            op,
-            op_id,
-            args,
-            self.lease,
-            expect_version,
-            timeout_s=self.operation_timeout_s,
-            on_progress=self.on_progress,
-        )
-        self.running_op = None  # not in a finally: after an exception the flow cancels what may still be running
-        return result
+    def call(
+        self, op: str, op_id: str, args: dict[str, Any], expect_version: int | None = None, role: str = "actor"
+    ) -> dict[str, Any]:
+        """Run one operation on the devices that hold a role's model, and wait for it; see Devices.call."""
+        return self.devices.call(self.devices.with_role(role), op, op_id, args, expect_version)
+
+    def call_trained(
+        self, op: str, op_id: str, args: dict[str, Any], expect_version: int | None = None
+    ) -> dict[str, Any]:
+        """Run one operation wherever a model learns, on all groups at once; their results as one. Raises what a group raises."""
+        work = lambda group: self.devices.call(group, op, op_id, args, expect_version)  # noqa: E731
+        return merged(at_once(work, self.devices.trained))

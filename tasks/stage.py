@@ -57,14 +57,18 @@ class Work:
         """Folder of the stage, relative to the store."""
         return self.ctx.ledger.stage_path(self.stage, self.step)
 
-    def call(self, op: str, args: dict[str, Any], expect_version: int) -> dict[str, Any]:
-        """Run the stage's operation on the pool; its id names the work, so that doing it again after a crash joins it."""
-        op_id = f"{self.ctx.ledger.run}/{self.step:06d}/{self.stage}/{self.fingerprint}"
-        result = self.ctx.call(op, op_id, args, expect_version)
+    @property
+    def op_id(self) -> str:
+        """Names the work for the pool, so that doing it again after a crash joins it."""
+        return f"{self.ctx.ledger.run}/{self.step:06d}/{self.stage}/{self.fingerprint}"
+
+    def call(self, op: str, args: dict[str, Any], expect_version: int, role: str = "actor") -> dict[str, Any]:
+        """Run the stage's operation on the devices that hold a role's model."""
+        result = self.ctx.call(op, self.op_id, args, expect_version, role)
         if self._are_there(result):
             return result
         # The pool remembers the operation, but what it wrote has been removed since: do it again, under another id.
-        return self.ctx.call(op, f"{op_id}/{time.monotonic_ns()}", args, expect_version)
+        return self.ctx.call(op, f"{self.op_id}/{time.monotonic_ns()}", args, expect_version, role)
 
     def _are_there(self, result: dict[str, Any]) -> bool:
         """Whether every file that the ranks say they wrote is in the stage's folder, published or not."""

@@ -35,9 +35,13 @@ def update(work: Work, *datasets: Manifest) -> StageOutput:
     Raises:
         RuntimeError: the pool holds another version afterwards than the next one.
     """
-    result = work.call("update", update_arguments(work.ctx, work.step, datasets), expect_version=work.step)
-    metrics = result["ranks"][0]["metrics"] | largest_of_ranks(result)
-    return StageOutput(weight_version=checked_version(result, work.step + 1), metrics=metrics)
+    arguments = update_arguments(work.ctx, work.step, datasets)
+    result = work.ctx.call_trained("update", work.op_id, arguments, expect_version=work.step)
+    metrics: dict[str, float] = {}
+    for rank in reversed(result["ranks"]):  # the ranks of a group say the same; of the groups the actor's comes first
+        metrics |= rank["metrics"]
+    version = checked_version(result, work.step + 1)
+    return StageOutput(weight_version=version, metrics=metrics | largest_of_ranks(result))
 
 
 def update_arguments(ctx: StageContext, step: int, datasets: tuple[Manifest, ...]) -> dict[str, Any]:

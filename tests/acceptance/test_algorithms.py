@@ -20,6 +20,13 @@ RUNS = {
     # the entropy bonus moves the weights whatever the rewards are
     "kl to a reference": ["loss.kl.coef=0.05", "loss.kl.target=0.1", "algorithm.kl_coef=0.05", "loss.entropy_coef=0.1"],
     "ppo": ["algorithm.estimator=gae", "algorithm.gamma=1.0", "algorithm.lam=0.95", "critic.optimizer.lr=1e-3"],
+    "ppo, placed apart": [
+        "algorithm.estimator=gae",
+        "critic.optimizer.lr=1e-3",
+        "loss.kl.coef=0.01",
+        "placement.values.roles=[critic]",
+        "placement.frozen.roles=[reference]",
+    ],
     "kl-cov, two epochs": ["loss.name=kl_cov", "algorithm.epochs=2", "algorithm.mini_batch_size=8", "algorithm.estimator=rloo"],
 }  # fmt: skip
 
@@ -36,7 +43,7 @@ def test_an_algorithm_trains(name, onecopy, recipe, place):
         metrics = json.loads(path.read_text())["metrics"]
         assert all(math.isfinite(value) for value in metrics.values()), metrics
         assert metrics["rollout_logprob_gap"] <= 1e-3 or metrics["optimizer_steps"] == 0
-    if name == "ppo":
+    if name.startswith("ppo"):
         first, second = (json.loads(path.read_text())["metrics"] for path in updates)
         assert first["value_grad_norm"] >= 0 and "value_loss" in second
         saved = sorted(

@@ -42,8 +42,8 @@ class FakePool:
     its weights are made of: the datasets of all updates since version 0.
     """
 
-    def __init__(self, ranks=1):
-        self.ranks = ranks
+    def __init__(self, ranks=1, role="actor"):
+        self.ranks, self.role = ranks, role
         self.run, self.version, self.trained = None, None, []
         self.executed, self.requests, self.cancelled, self.released = Counter(), [], [], []
         self.misfit, self.stopped = None, 0
@@ -102,13 +102,13 @@ class FakePool:
         self.run, self.writing = run, {}
         if manifest.step in self.damaged:
             return {"weight_version": None, "damaged": f"step {manifest.step} has a flipped bit"}
-        self.trained = json.loads(Store.open(store).read(f"{manifest.folder}/{part_name('actor', 0)}.safetensors"))
+        self.trained = json.loads(Store.open(store).read(f"{manifest.folder}/{part_name(self.role, 0)}.safetensors"))
         return {"weight_version": manifest.step}
 
     def _save(self, rank, store, out):
         """Writes at once; tests set the state of `writing[out]` to see what the flow makes of it."""
         data = json.dumps(self.trained).encode()
-        entry = write_file(Store.open(store), out, f"{part_name('actor', rank)}.safetensors", data)
+        entry = write_file(Store.open(store), out, f"{part_name(self.role, rank)}.safetensors", data)
         told = {"state": "done", "problems": [], "news": []}
         figures = {"stall_seconds": 0.1, "seconds": 0.5, "bytes": float(entry.bytes)}
         if rank == 0:
@@ -243,12 +243,12 @@ def sft_config(values):
 
 @pytest.fixture
 def pool(monkeypatch):
-    """The pool that flows get; replace `pool.current` to lose its state."""
+    """The pool that flows get; replace `pool.current` to lose its state. `pool.others` are those of other names."""
 
     class Holder:
-        current = FakePool()
+        current, others = FakePool(), {}
 
-    monkeypatch.setattr("flows.run.get_pool", lambda config, ranks: Holder.current)
+    monkeypatch.setattr("flows.groups.get_pool", lambda config, ranks: Holder.others.get(config.name, Holder.current))
     return Holder
 
 
