@@ -115,4 +115,6 @@ def test_equal_layouts_share_memory_and_others_do_not(ranks, request):
 
 def test_memory_does_not_grow(ranks):
     for rank in ranks:
-        assert rank["memory"][-1] - rank["memory"][0] < 40  # MiB; caches of the first rounds, no copy a round
+        assert (
+            rank["memory"][-1] - rank["memory"][0] < 8
+        )  # MiB; a copy a round would be 15 in the run of ten alternations
