@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.layout import Layout, padded_vocabulary
 from engine.weights.families import FAMILIES, Family
+from engine.weights.lora import LoRA, target_problems, targets_of
 
 
 class UnsupportedModel(ValueError):
@@ -85,6 +87,7 @@ class Architecture:
 
     Attributes:
         labels: numbers a token that a score head gives instead of the vocabulary's logits (critic, reward model); 0: none.
+        lora: adapters on its linear layers, which are then all that is trained; None: there are none.
     """
 
     model_type: str
@@ -104,6 +107,24 @@ class Architecture:
     expert_intermediate: int = 0
     normalise_top_k: bool = True
     labels: int = 0
+    lora: LoRA | None = None
+
+    def with_adapters(self, rank: int, alpha: float, targets: Sequence[str] | None = None) -> Architecture:
+        """The same model with adapters on the layers named (None: all that can have them).
+
+        Raises:
+            UnsupportedModel: a layer that is not there, or cannot have adapters.
+        """
+        wanted = targets_of(self.family) if targets is None else targets
+        if problems := target_problems(self.family, wanted):
+            raise UnsupportedModel("; ".join(problems))
+        in_order = tuple(name for name in targets_of(self.family) if name in wanted)
+        return dataclasses.replace(self, lora=LoRA(rank, alpha, in_order))
+
+    @property
+    def base(self) -> Architecture:
+        """The same model without adapters."""
+        return dataclasses.replace(self, lora=None)
 
     def with_score_head(self, labels: int = 1) -> Architecture:
         """The same backbone with a score head in place of the language model's head."""
@@ -126,6 +147,7 @@ class Architecture:
             "experts": self.experts,
             "expert_intermediate": self.expert_intermediate,
             "labels": self.labels,
+            "rank": self.lora.rank if self.lora else 0,
         }
 
     def training_problems(self, layout: Layout, sequence_parallel: bool = False) -> list[str]:

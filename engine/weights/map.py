@@ -14,6 +14,7 @@ from typing import NamedTuple
 from engine.layout import Coordinates, Layout, padded_vocabulary
 from engine.weights.architecture import Architecture
 from engine.weights.families import EMBEDDING, FINAL_NORM, HEAD, SCORE, Row
+from engine.weights.lora import adapter_rows
 
 Shape = tuple[int, ...]
 
@@ -110,8 +111,51 @@ class Weight:
         return (len(self.experts(shard)), *shape) if self.stacked else tuple(shape)
 
 
+class Adapter(NamedTuple):
+    """A [rank, in] and B [out, rank] of one Hugging Face linear layer."""
+
+    a: Weight
+    b: Weight
+
+    @property
+    def name(self) -> str:
+        """Last part of the layer's name, as q_proj."""
+        return self.a.megatron.split(".")[-2]
+
+
+@dataclass(frozen=True)
+class AdaptedLinear:
+    """A matrix of which at least one piece has an adapter.
+
+    Attributes:
+        adapters: one for each of its pieces; None where a piece has none.
+    """
+
+    base: Weight
+    adapters: tuple[Adapter | None, ...]
+
+
+def adapted_linears(arch: Architecture) -> tuple[AdaptedLinear, ...]:
+    """The matrices that have adapters, in the order of the layers."""
+    if arch.lora is None:
+        return ()
+    found = []
+    for layer in range(arch.layers):
+        for row in arch.family.rows:
+            pairs = tuple(adapter_rows(row, arch.lora))
+            if any(pairs):
+                adapters = (pair and Adapter(*(_weight(arch, each, layer=layer) for each in pair)) for pair in pairs)
+                found.append(AdaptedLinear(_weight(arch, row, layer=layer), tuple(adapters)))
+    return tuple(found)
+
+
 def weight_map(arch: Architecture) -> tuple[Weight, ...]:
-    """All parameters of a model, in the order of its layers."""
+    """All parameters of a model: in the order of its layers, then the adapters' in the same order."""
+    adapters = (adapter for linear in adapted_linears(arch) for adapter in linear.adapters if adapter)
+    return (*_base_map(arch), *(weight for adapter in adapters for weight in adapter))
+
+
+def _base_map(arch: Architecture) -> tuple[Weight, ...]:
     embedding = _weight(arch, EMBEDDING, first=True, last=arch.tied_embeddings)
     if arch.tied_embeddings:
         embedding = _weight(arch, EMBEDDING, first=True, last=True, vllm=(*EMBEDDING.vllm, *HEAD.vllm))
