@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
+from engine.adapters import initialise
 from engine.config import OptimizerConfig
 from engine.layout import Layout
 from engine.megatron.cpu import megatron_device
+from engine.megatron.lora import attach
 from engine.megatron.model import SharedModel, initialise_parallel_state, transformer_config
 from engine.megatron.optimizer import build_optimizer, configure, learning_rate, reset_state, set_learning_rate
 from engine.megatron.packing import pack
 from engine.megatron.schedule import Chunk, Loss, run_rows
 from engine.weights.architecture import Architecture
 from engine.weights.huggingface import WeightsMismatch, load_folder
-from engine.weights.map import megatron_places, weight_map
+from engine.weights.map import Place, Weight, megatron_places, weight_map
 
 Tokens = list[list[int]]
 MicroBatch = tuple[Tokens, Tokens]
@@ -35,9 +38,11 @@ class Model:
     have the same layout: Megatron keeps its process groups in globals.
 
     Args:
-        arch: with `labels` the model has a score head in place of the language model's.
+        arch: with `labels` the model has a score head in place of the language model's; with `lora` it has adapters, and only
+            these are trained: nothing else has gradients, masters or moments.
         folder: Hugging Face folder of its weights.
         optimizer: None: the model is frozen; it has neither gradients nor optimizer.
+        seed: of the adapters' first numbers.
 
     Attributes:
         trained: it has gradients and an optimizer.
@@ -57,20 +62,25 @@ class Model:
         dtype: torch.dtype,
         device: str,
         optimizer: OptimizerConfig | None,
+        seed: int = 0,
     ) -> None:
         self.arch, self.layout, self.device, self.dtype = arch, layout, device, dtype
         self.row_multiple = layout.tp if sequence_parallel else 1
         self.optimizer_steps = 0
         self.coordinates = layout.coordinates(torch.distributed.get_rank())
         self.optimizer_config, self.trained = optimizer or OptimizerConfig(), optimizer is not None
+        weights = {weight.megatron: weight for weight in weight_map(arch)}
+        places = megatron_places(tuple(weights.values()), layout, arch.layers, self.coordinates.pp)
+        self.shards = {name: weights[name].shard(layout, self.coordinates) for name in places}
         with megatron_device(device):
             initialise_parallel_state(layout, device)
             config = transformer_config(arch, layout, sequence_parallel, dtype)
             models = [SharedModel(config, arch, layout, self.coordinates.pp, chunk) for chunk in range(layout.vpp)]
+            self._adapters = [] if arch.lora is None else attach(models, arch, places, self.shards)
             if device == "cuda":
                 models = [model.cuda() for model in models]
-            self._name_parameters(models)
-            load_folder(self.parameters, arch, folder, self.shards)
+            self._name_parameters(models, weights, places)
+            self._fill(folder, seed)
             if optimizer is None:
                 self.chunks: list[Chunk] = [model.requires_grad_(False) for model in models]
             else:
@@ -87,13 +97,11 @@ class Model:
             return []
         return [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]  # type: ignore[union-attr]
 
-    def _name_parameters(self, models: list[SharedModel]) -> None:
+    def _name_parameters(self, models: list[SharedModel], weights: dict[str, Weight], places: dict[str, Place]) -> None:
         """Find the weight map's parameters, and tell Megatron which are divided: its gradient norm counts the others once.
 
         Its layers would mark them while drawing random weights, which is skipped here.
         """
-        weights = {weight.megatron: weight for weight in weight_map(self.arch)}
-        places = megatron_places(tuple(weights.values()), self.layout, self.arch.layers, self.coordinates.pp)
         named = [dict(model.named_parameters()) for model in models]
         self.parameters: dict[str, torch.nn.Parameter] = {
             name: named[place.chunk][place.name] for name, place in places.items()
@@ -102,21 +110,36 @@ class Model:
         unknown = [name for chunk in named for name, parameter in chunk.items() if id(parameter) not in known]
         if unknown:
             raise WeightsMismatch(f"Megatron's parameters {', '.join(unknown[:4])} are in no row of the weight map")
-        self.shards = {name: weights[name].shard(self.layout, self.coordinates) for name in places}
         for name, parameter in self.parameters.items():
             axis, stacked = weights[name].axis, weights[name].stacked
             parameter.tensor_model_parallel = axis is not None  # type: ignore[attr-defined]
             parameter.partition_dim = -1 if axis is None else axis + stacked  # type: ignore[attr-defined]
             parameter.partition_stride = 1  # type: ignore[attr-defined]
 
-    def load(self, folder: str | Path, optimizer: OptimizerConfig | None) -> None:
-        """Other weights of the same architecture, in place, with a fresh optimizer (None where there is none)."""
+    def _fill(self, folder: str | Path, seed: int) -> None:
+        """The folder's weights and fresh adapters, in place."""
+        load_folder(self.parameters, self.arch.base, folder, self.shards)
+        initialise(self.parameters, self.arch, self.shards, seed)
+
+    def load(self, folder: str | Path, optimizer: OptimizerConfig | None, seed: int = 0) -> None:
+        """Other weights of the same architecture, in place, with fresh adapters and optimizer (None where there is none)."""
         with megatron_device(self.device):
-            load_folder(self.parameters, self.arch, folder, self.shards)
+            self._fill(folder, seed)
             if optimizer is not None:
                 reset_state(self.optimizer)
                 configure(self.optimizer, optimizer)
         self.optimizer_config, self.optimizer_steps = optimizer or OptimizerConfig(), 0
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[Self]:
+        """The model as it was before it was trained, inside the block: its base."""
+        for each in self._adapters:
+            each.enabled = False
+        try:
+            yield self
+        finally:
+            for each in self._adapters:
+                each.enabled = True
 
     def run(
         self, batches: Sequence[MicroBatch], count: int, temperature: float, loss: Loss, *, forward_only: bool = False

@@ -101,6 +101,12 @@ class Weight:
         count = len(self.pieces) // shard.expert_parts
         return range(shard.expert_part * count, (shard.expert_part + 1) * count)
 
+    def output_sizes(self, shard: Shard) -> list[int]:
+        """Rows of each piece, one after another, in the parameter on a rank that holds that shard; of a matrix in a layer."""
+        if self.axis != 0:
+            return [piece.shape[0] for piece in self.pieces[0]]
+        return [stop - start for start, stop in (self.bounds(piece, shard) for piece in self.pieces[0])]
+
     def shard_shape(self, shard: Shard) -> Shape:
         """Shape of the parameter on a rank that holds that shard."""
         row = self.pieces[0]
