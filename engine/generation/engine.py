@@ -18,7 +18,6 @@ from engine.generation.ranks import rank_order
 from engine.layout import Layout
 from engine.reshard.account import Transition
 from engine.reshard.hybrid import HybridWeights
-from engine.weights.map import weight_map
 
 CANCEL_EVERY = 16
 """Decode steps between two looks at the cancel flag, which the ranks of one replica must agree on."""
@@ -77,7 +76,7 @@ class GenerationEngine:
         if self.device == "cuda":
             torch.cuda.empty_cache()
             self._make_room(int(torch.cuda.get_device_properties(0).total_memory * config.memory_fraction))
-        self.shared = SharedWeights(weight_map(weights.actor.arch), weights.generation)
+        self.shared = SharedWeights(weights.actor.arch, weights.generation, weights.shards)
         with offer(self.shared), rank_order(assignment.order.tolist()):
             self.llm = LLM(str(folder), **_arguments(weights, config, self.max_model_len))
         if self.device == "cpu" and at.pp > 0:
@@ -288,6 +287,7 @@ def _arguments(weights: HybridWeights, config: GenerationConfig, max_model_len: 
         logprobs_mode="processed_logprobs",  # of the tempered distribution, as the actor computes them
         seed=0,
         disable_log_stats=True,
+        additional_config={"lora": repr(actor.arch.lora)},  # part of the key of vLLM's compiled graphs
     )
     if torch.distributed.get_world_size() > 1:
         common |= dict(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from engine.weights.map import Weight
+from engine.adapters import Adapters
+from engine.weights.architecture import Architecture
+from engine.weights.map import Shard, adapted_linears, weight_map
 
 LOAD_FORMAT = "onecopy"
 
@@ -29,15 +31,30 @@ class SharedWeights:
     """The generation tensors of this rank, offered to one vLLM engine.
 
     Args:
-        weights: rows of the weight map.
         tensors: weight map name to this rank's tensor; weights of other pipeline stages are missing.
+        shards: the same names to the part of the weight that the tensor is.
     """
 
-    def __init__(self, weights: tuple[Weight, ...], tensors: dict[str, Tensor]) -> None:
-        self._source = {name: tensors[w.megatron] for w in weights if w.megatron in tensors for name in w.vllm}
+    def __init__(self, arch: Architecture, tensors: dict[str, Tensor], shards: Mapping[str, Shard]) -> None:
+        weights = [weight for weight in weight_map(arch) if weight.megatron in tensors]
+        self._source = {name: tensors[weight.megatron] for weight in weights for name in weight.vllm}
         self._all = dict(tensors)
+        self._arch, self._shards = arch, shards
         self.model: torch.nn.Module | None = None
         self.private_bytes = 0
+
+    def adapt(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        """Give vLLM's linear layers the adapters of the actor, as parameters that are still to be bound.
+
+        They are added before the sum over tensor parallel ranks, which is then theirs too.
+        """
+        for linear in adapted_linears(self._arch):
+            if linear.base.megatron not in self._shards:
+                continue
+            assert self._arch.lora is not None
+            layer: Any = model.get_submodule(linear.base.vllm[0].removesuffix(".weight"))
+            layer.adapters = Adapters(linear, self._shards, self._arch.lora.scale, dtype).requires_grad_(False)
+            layer.quant_method.apply = _with_adapters(layer.quant_method.apply)
 
     def bind(self, model: torch.nn.Module) -> None:
         """Point every parameter of vLLM's model at its generation tensor.
@@ -104,6 +121,7 @@ class SharedWeightsLoader(BaseModelLoader):
         device = torch.device(vllm_config.device_config.device)
         with set_default_torch_dtype(model_config.dtype), device, _NoWeightMemory():
             model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            _offered.adapt(model, model_config.dtype)
         _offered.bind(model)
         for module in model.modules():
             _keep_shared(module, device, model_config.dtype)
@@ -133,6 +151,15 @@ def _keep_shared(module: torch.nn.Module, device: torch.device, dtype: torch.dty
     if device.type == "cuda" and hasattr(module, "w13_weight") and hasattr(module, "quant_method"):
         # The Triton experts read [gate | up] as it is. Other kernels reshuffle the weights, so the engine pins this one.
         module.quant_method._init_moe_kernel(module)  # type: ignore[union-attr, operator]
+
+
+def _with_adapters(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A linear method that adds the adapters' part to what `plain` computes with the layer's matrix."""
+
+    def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return layer.adapters(x, plain(layer, x, bias))
+
+    return apply
 
 
 def _experts_on_cpu(

@@ -199,9 +199,9 @@ class HybridWeights:
 
 
 def _flat_parameters(actor: Actor, moving: set[str]) -> list[Tensor]:
-    """The parameter memory of the buffers whose weights move."""
+    """The memory of the weights that move: the buffers of those that are trained, and what each frozen one has."""
     parameters = {id(parameter): name for name, parameter in actor.parameters.items()}
-    flats = []
+    flats = [p.data for name, p in actor.parameters.items() if name in moving and not p.requires_grad]
     for buffer in actor.buffers:
         names = {parameters[id(parameter)] for parameter in buffer.params}
         if names & moving:

@@ -31,10 +31,13 @@ KEPT: list[Any] = []
 class Hybrid:
     """An actor and an engine over all ranks, and what is compared between them."""
 
-    def __init__(self, folder: str, parallel: dict[str, Any], generate: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: str, parallel: dict[str, Any], generate: dict[str, Any], lora: dict[str, Any] | None = None
+    ) -> None:
         train = ParallelConfig(**parallel)
         config = GenerationConfig(max_model_len=256, kv_cache_gib=0.2, max_concurrent_samples=16, **generate)
         arch = read_architecture(folder)
+        arch = arch if lora is None else arch.with_adapters(**lora)
         self.actor = Actor(
             arch, folder, train.layout, sequence_parallel=train.sequence_parallel, dtype=torch.float32, device="cpu",
             optimizer=ADAM,
@@ -105,12 +108,17 @@ class Hybrid:
 
 
 def generation(
-    folder: str, parallel: dict[str, Any], generate: dict[str, Any] | None = None, alternations: int = 3
+    folder: str,
+    parallel: dict[str, Any],
+    generate: dict[str, Any] | None = None,
+    alternations: int = 3,
+    lora: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Generate and update in turn; compare rollout log-probabilities, every weight, and resident memory along the way."""
-    hybrid = Hybrid(folder, parallel, generate or {})
+    hybrid = Hybrid(folder, parallel, generate or {}, lora)
     KEPT.append(hybrid)
     first, memory, wrong, changed = hybrid.measure(), [], [], []
+    frozen = {n: p.data.clone() for n, p in hybrid.actor.parameters.items() if not p.requires_grad}
     for seed in range(alternations):
         hybrid.update(seed)
         whole, before = hybrid.whole(), {n: p.data.clone() for n, p in hybrid.actor.parameters.items()}
@@ -125,6 +133,7 @@ def generation(
         back = zip(state, device_state(hybrid.actor.optimizer), strict=True)
         changed += ["optimizer state" for a, b in back if not torch.equal(a, b)]
         memory.append(_resident_mib())
+    changed += [n for n, values in frozen.items() if not torch.equal(hybrid.actor.parameters[n].data, values)]
     plan, rank = hybrid.plan, dist.get_rank()
     return {
         "first": first, "last": hybrid.measure(), "memory": memory, "wrong": wrong, "changed": changed,

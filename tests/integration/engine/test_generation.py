@@ -21,6 +21,7 @@ def dp(size):
 
 
 SP = {"sequence_parallel": True}
+LORA = {"rank": 8, "alpha": 64}
 
 RUNS = {
     # equal layouts: one memory
@@ -38,6 +39,9 @@ RUNS = {
     # move
     "qwen2 tied pp2 to tp2": dict(case="qwen2-tied", world=2, parallel=pp(2), generate=tp(2)),
     "qwen3moe ep2 to tp2": dict(case="qwen3moe", world=2, parallel=dp(2) | {"expert_parallel_size": 2}, generate=tp(2)),
+    # adapters: the base is neither merged nor changed
+    "llama lora": dict(case="llama", world=1, parallel={}, lora=LORA),
+    "qwen2 lora tp2 to tp1 x 2": dict(case="qwen2", world=2, parallel=tp(2) | SP, generate=tp(1), lora=LORA),
     "qwen2 tp2 pp2 to tp2 x 2": dict(case="qwen2", world=4, parallel=tp(2) | pp(2) | SP, generate=tp(2)),
 }  # fmt: skip
 
