@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import re
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -145,18 +146,26 @@ def padded_vocabulary(vocabulary: int) -> int:
 
 
 def balanced_split(lengths: list[int], parts: int) -> list[list[int]]:
-    """Indices of `lengths` in `parts` groups of nearly equal token sums, longest first into the lightest group.
+    """Indices of `lengths` in `parts` groups of nearly equal token sums: the differencing method of Karmarkar and Karp (1982).
 
-    Deterministic: ties go to the lower group, then to the lower index. Each group is returned in ascending order of index.
-    Groups may differ in count (even be empty when there are fewer samples than parts).
+    Every sample begins as a division of its own, in which one group has it and the others nothing. The two divisions whose groups
+    differ most are put together, the fullest group of one with the emptiest of the other, until one division is left.
+    Deterministic. Each group is returned in ascending order of index, the fullest group first; groups may differ in count (even
+    be empty when there are fewer samples than parts).
     """
-    groups: list[list[int]] = [[] for _ in range(parts)]
-    loads = [0] * parts
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        lightest = min(range(parts), key=lambda g: (loads[g], g))
-        groups[lightest].append(index)
-        loads[lightest] += lengths[index]
-    return [sorted(group) for group in groups]
+    divisions: list[tuple[int, int, list[tuple[int, list[int]]]]] = [
+        (-length, index, [(length, [index]), *((0, []) for _ in range(parts - 1))])
+        for index, length in enumerate(lengths)
+    ]
+    heapq.heapify(divisions)
+    for number in range(len(lengths), 2 * len(lengths) - 1):  # breaks ties: an older division goes first
+        (_, _, fullest), (_, _, other) = heapq.heappop(divisions), heapq.heappop(divisions)
+        paired = zip(fullest, reversed(other), strict=True)
+        groups = sorted(
+            ((load + more, mine + theirs) for (load, mine), (more, theirs) in paired), key=lambda g: (-g[0], g[1])
+        )
+        heapq.heappush(divisions, (groups[-1][0] - groups[0][0], number, groups))
+    return [sorted(members) for _, members in divisions[0][2]] if divisions else [[] for _ in range(parts)]
 
 
 def pack_by_tokens(lengths: list[int], max_tokens: int) -> list[list[int]]:

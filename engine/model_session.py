@@ -15,6 +15,7 @@ import torch
 from engine.checkpointing import Checkpointing, TrainedModel
 from engine.companions import Companions
 from engine.config import CriticConfig, GenerationConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from engine.flops import forward_flops, peak_flops
 from engine.generation.engine import Completion, GenerationEngine, Sampling
 from engine.layout import contiguous_ranges
 from engine.losses.config import LossConfig
@@ -298,7 +299,7 @@ class ModelSession:
             metrics |= self.companions.update_critic(critic, samples, value_settings)
         if policy is not None and self.actor is not None:
             self.actor.optimizer_config = OptimizerConfig(**optimizer)
-            metrics |= self._update_policy(policy, tell)
+            metrics |= self._update_policy(self.actor, policy, tell)
         self.weight_version = version + 1
         if self.engine is not None and transition is not None:
             metrics |= _transition_metrics(self.engine, transition)
@@ -307,12 +308,17 @@ class ModelSession:
             metrics["trained_tokens_per_second"] = metrics["trained_tokens"] / max(metrics["seconds"], 1e-9)
         return {"weight_version": version + 1, "metrics": metrics}
 
-    def _update_policy(self, policy: Update, tell: Callable[..., None]) -> dict[str, float]:
+    def _update_policy(self, actor: Actor, policy: Update, tell: Callable[..., None]) -> dict[str, float]:
+        began = time.monotonic()
         with self.working_memory.measured(policy.largest_micro_batch):
             metrics = policy.run(lambda done, total: tell(done=done, total=total))
         if (activations := self.working_memory.seen_bytes) is not None:
             metrics["memory/activations_bytes"] = float(activations)
-        return metrics
+        flops = policy.passes * forward_flops(actor.arch, policy.samples.lengths)
+        rate = flops / max(time.monotonic() - began, 1e-9) / actor.layout.world_size
+        metrics["tflops_per_device"] = rate / 1e12
+        peak = peak_flops(torch.cuda.get_device_name()) if self.device == "cuda" else None
+        return metrics if peak is None else {**metrics, "mfu": rate / peak}
 
     def _to_training(self, needed: int | None = None) -> Transition | None:
         """Put the generation engine to sleep, if there is one.

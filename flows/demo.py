@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,10 +47,10 @@ def main(seed: int) -> None:
 
     with without_heartbeat():
         _say("2/3 warm start: supervised, on demonstrations that mostly guess")
-        warm = sft(_config(SFTConfig, "demo-warm-start", f"{name}-warm-start", model, seed))
+        warm = sft(configured(SFTConfig, "demo-warm-start", f"{name}-warm-start", model, seed))
         start = export(warm, folder / "warm-start")
         _say("3/3 GRPO: the only reward is a right remainder")
-        tuned = post_train(_config(PostTrainConfig, "demo-grpo", name, start, seed))
+        tuned = post_train(configured(PostTrainConfig, "demo-grpo", name, start, seed))
     final = export(tuned, folder / "trained")
     print(_report(tuned, final))
     before, after = tuned.accuracy_first, tuned.accuracy_last
@@ -89,9 +90,12 @@ def export(run: RunSummary, target: Path) -> Path:
     return target
 
 
-def _config(model: type[Config], recipe: str, name: str, path: Path, seed: int) -> Config:
+def configured(
+    config: type[Config], recipe: str, name: str, model: Path, seed: int, settings: Iterable[str] = ()
+) -> Config:
+    """A recipe of the demo for a run of this name from this model, with further `key=value` settings."""
     with resources.as_file(resources.files("flows.recipes") / f"{recipe}.yaml") as file:
-        return load_config(model, str(file), [f"experiment={name}", f"model.path={path}", f"seed={seed}"])
+        return load_config(config, str(file), [f"experiment={name}", f"model.path={model}", f"seed={seed}", *settings])
 
 
 def _python(module: str, *arguments: object) -> None:

@@ -71,6 +71,7 @@ class Update:
         self.steps = mini_batches(len(samples), settings.mini_batch_size, settings.seed)
         self.on_policy = len(self.steps) * settings.epochs == 1
         self.old: dict[int, Tensor] = {}
+        self._computes_old = not (self.on_policy or settings.loss.correction.bypass or settings.loss.name == "sft")
         if lacks := missing_data(samples, settings.loss):
             raise ValueError(f"the loss {settings.loss.name} as it is set needs {lacks}, which the samples lack")
         self.names = metric_names(
@@ -82,9 +83,9 @@ class Update:
 
     def run(self, on_step: Callable[[int, int], None] = lambda done, of: None) -> dict[str, float]:
         """Do it; returns the metrics, equal on every rank. `on_step(done, of)` is called after each optimizer step."""
-        loss, taken = self.settings.loss, []
+        taken: list[tuple[float, float]] = []
         with megatron_device(self.actor.device):
-            if not (self.on_policy or loss.correction.bypass or loss.name == "sft"):
+            if self._computes_old:
                 for indices in self.steps:
                     self.old |= self._logprobs(indices)
             total = len(self.steps) * self.settings.epochs
@@ -92,6 +93,12 @@ class Update:
                 taken += self._optimizer_step(self.steps[number % len(self.steps)], number)
                 on_step(number + 1, total)
         return self._metrics(taken)
+
+    @property
+    def passes(self) -> int:
+        """Forward passes that the update's work on each sample is worth: a backward pass counts as two."""
+        statistics = self.settings.epochs if self.settings.loss.needs_statistics else 0
+        return 3 * self.settings.epochs + statistics + self._computes_old
 
     @property
     def largest_micro_batch(self) -> int:

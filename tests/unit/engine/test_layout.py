@@ -1,5 +1,6 @@
 """Arithmetic of ranks, packing and balance."""
 
+import itertools
 import json
 
 from hypothesis import given
@@ -72,6 +73,24 @@ def test_every_sample_goes_to_exactly_one_rank(lengths, parts):
     groups = balanced_split(lengths, parts)
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
     assert len(groups) == parts
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=7), st.integers(1, 3))
+def test_ranks_are_as_even_as_they_can_be(lengths, parts):
+    """Against every possible division of a few samples: never worse than 4/3 of the best (the bound for the fullest group)."""
+    best = min(
+        max(sum(lengths[i] for i, group in enumerate(choice) if group == g) for g in range(parts))
+        for choice in itertools.product(range(parts), repeat=len(lengths))
+    )
+    assert max(sum(lengths[i] for i in group) for group in balanced_split(lengths, parts)) * 3 <= best * 4
+
+
+def test_differencing_finds_what_longest_first_misses():
+    """Longest first gives 8+6+4 and 7+5; differences 8-7, 6-5, and 4 against both give 16 and 14 at best: 8+6, 7+5+4."""
+    groups = balanced_split([8, 7, 6, 5, 4], 2)
+    assert groups == [[1, 3, 4], [0, 2]]
+    assert balanced_split([5, 5, 5], 3) == [[0], [1], [2]] and balanced_split([3], 2) == [[0], []]
+    assert balanced_split([], 2) == [[], []]
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(1, 8))
